@@ -1,0 +1,34 @@
+"""Exec wrapper: what tmux really starts. Standard library only, run by path, replaced by the engine.
+
+Usage: python -I pane.py SPEC. SPEC is a 0600 JSON file: {"argv", "env", "cwd", "log"}. The environment travels in
+the file because tmux would put it into an argv that every user can read.
+"""
+
+import json
+import os
+import sys
+
+
+def main() -> None:
+    """Read the spec, point stdout and stderr at the log, become the engine (same pid, so tmux sees how it ends)."""
+    with open(sys.argv[1], encoding="utf-8") as source:  # noqa: PTH123 - pathlib would double the start time
+        spec = json.load(source)
+    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    sys.stdout.write(f"output goes to {spec['log']}\n")
+    sys.stdout.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.chdir(spec["cwd"])
+    try:
+        os.execve(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606 - that is the purpose
+    except OSError as error:
+        os.write(2, f"ds41: cannot start {spec['argv'][0]}: {error.strerror}\n".encode())
+        os._exit(127)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Processes: the only importer of subprocess. argv lists, time-outs, identities that survive pid reuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A finished command. `returncode` is negative for a signal, 127 when the program does not exist."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    timed_out: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Exit status 0 within the time limit."""
+        return self.returncode == 0 and not self.timed_out
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    input: str | None = None,
+    cwd: Path | None = None,
+) -> Completed:
+    """Run a command to its end. Never raises for a missing program, a time-out or a bad status."""
+    try:
+        done = subprocess.run(
+            list(argv),
+            timeout=timeout,
+            env=None if env is None else dict(env),
+            input=input,
+            stdin=subprocess.DEVNULL if input is None else None,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            cwd=cwd,
+            check=False,
+        )
+    except FileNotFoundError:
+        return Completed(127, "", f"{argv[0]}: not found")
+    except PermissionError as error:
+        return Completed(126, "", f"{argv[0]}: {error.strerror}")
+    except subprocess.TimeoutExpired as error:
+        return Completed(124, _text(error.stdout), _text(error.stderr), timed_out=True)
+    return Completed(done.returncode, done.stdout, done.stderr)
+
+
+def _text(data: bytes | str | None) -> str:
+    return data.decode(errors="replace") if isinstance(data, bytes) else data or ""
+
+
+def stream(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    on_line: Callable[[str], None],
+    cwd: Path | None = None,
+) -> int:
+    """Run a long command, giving each output line (stdout and stderr together) to `on_line`; returns the status.
+
+    The child dies with us: it is killed when this call is left by an exception.
+    """
+    with subprocess.Popen(
+        list(argv),
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=cwd,
+    ) as child:
+        try:
+            assert child.stdout is not None  # noqa: S101 - PIPE above
+            for line in child.stdout:
+                on_line(line.rstrip("\n"))
+            return child.wait()
+        except BaseException:
+            child.kill()
+            raise
+
+
+def spawn_attached(argv: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own that shares our terminal output (serve --foreground)."""
+    return subprocess.Popen(list(argv), stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process for certain: pid and start time in clock ticks since boot (field 22 of /proc/pid/stat)."""
+
+    pid: int
+    start_ticks: int
+
+    def alive(self) -> bool:
+        """True while this very process exists and is not a zombie."""
+        found = _stat(self.pid)
+        return found is not None and found[1] == self.start_ticks and found[0] != "Z"
+
+
+def identify(pid: int) -> Identity | None:
+    """Identity of a live pid, None when there is none."""
+    found = _stat(pid)
+    return None if found is None or found[0] == "Z" else Identity(pid, found[1])
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """(state letter, start ticks)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rindex(")") + 2 :].split()
+    return fields[0], int(fields[19])
+
+
+def pids() -> list[int]:
+    """Every process id of this moment."""
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+
+
+def cpu_seconds(of: Iterable[int]) -> float:
+    """CPU time (user + system) the processes have used so far, in seconds; the dead count 0."""
+    total = 0.0
+    for pid in of:
+        try:
+            times = psutil.Process(pid).cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def family(root: int, marker: str) -> list[Identity]:
+    """The process, its descendants, and every process of ours whose environment holds `marker` (NAME=value).
+
+    The marker also finds workers that were re-parented or left the session when their parent was killed.
+    """
+    found: dict[int, Identity] = {}
+    wanted = marker.encode()
+    for pid in pids():
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            continue
+        if wanted in environ.split(b"\0"):
+            identity = identify(pid)
+            if identity is not None:
+                found[identity.pid] = identity
+    try:
+        tree = [psutil.Process(root), *psutil.Process(root).children(recursive=True)]
+    except psutil.Error:
+        tree = []
+    for process in tree:
+        identity = identify(process.pid)
+        if identity is not None:
+            found.setdefault(identity.pid, identity)
+    return list(found.values())
+
+
+def describe(pid: int) -> str:
+    """`pid 12 (command, user name)` for a message."""
+    try:
+        process = psutil.Process(pid)
+        command = " ".join(process.cmdline())[:80] or process.name()
+        return f"pid {pid} ({command}, user {process.username()})"
+    except psutil.Error:
+        return f"pid {pid}"
+
+
+def terminate(identities: Sequence[Identity], *, grace: float, poll: float = 0.1) -> list[Identity]:
+    """SIGTERM, wait up to `grace` seconds, SIGKILL; returns who is still alive 5 s after that."""
+    _signal(identities, signal.SIGTERM)
+    alive = _wait_gone(identities, grace, poll)
+    if not alive:
+        return []
+    _signal(alive, signal.SIGKILL)
+    return _wait_gone(alive, 5.0, poll)
+
+
+def _signal(identities: Sequence[Identity], number: signal.Signals) -> None:
+    for identity in identities:
+        if identity.alive():  # never signal a recycled pid
+            try:
+                os.kill(identity.pid, number)
+            except ProcessLookupError:
+                continue
+            except PermissionError:
+                continue
+
+
+def _wait_gone(identities: Sequence[Identity], seconds: float, poll: float) -> list[Identity]:
+    deadline = time.monotonic() + seconds
+    alive = [identity for identity in identities if identity.alive()]
+    while alive and time.monotonic() < deadline:
+        time.sleep(poll)
+        alive = [identity for identity in alive if identity.alive()]
+    return alive
+
+
+def sudo_passwordless() -> bool:
+    """True when `sudo -n true` works (never prompts)."""
+    return run(["sudo", "-n", "true"], timeout=5).ok

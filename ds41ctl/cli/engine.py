@@ -1,0 +1,97 @@
+"""engine: install, verify or list engines."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from ds41ctl import cli
+from ds41ctl.cli import options, runs
+from ds41ctl.cli.app import group
+from ds41ctl.cli.session import load_settings, open_session
+from ds41ctl.core.errors import IntegrityError
+
+app = group("Install, verify or list engines.")
+
+
+@app.command()
+def install(
+    profile: options.ProfileOpt = None,
+    force: Annotated[bool, typer.Option("--force", help="Install again even when nothing is wrong.")] = False,
+    json: options.JsonOpt = False,
+) -> None:
+    """Install the profile's engine into a venv of its own, from a lock with digests."""
+    from ds41ctl.adapters import enginevenv
+    from ds41ctl.steps.engine import EngineInstall
+
+    session = open_session(profile)
+    with runs.run(session, "engine install") as runner:
+        if force:
+            (session.layout.engine_dir / enginevenv.MANIFEST).unlink(missing_ok=True)
+        runner.step(EngineInstall(session.layout, os.environ))
+    cli.out.data(
+        {
+            "dir": str(session.layout.engine_dir),
+            "manifest": enginevenv.manifest_digest(session.layout.engine_dir),
+        }
+    )
+
+
+@app.command()
+def verify(profile: options.ProfileOpt = None, json: options.JsonOpt = False) -> None:
+    """Compare every installed file with its digest, and the engine with its manifest and pins."""
+    from ds41ctl.steps import engine
+
+    session = open_session(profile)
+    cli.out.progress("hashing every file of the engine", force=True)
+    found = engine.verify(session.layout)
+    cli.out.data({"dir": str(session.layout.engine_dir), "drift": found})
+    if found:
+        raise IntegrityError(
+            f"the engine in {session.layout.engine_dir} differs from its manifest: {found[0]}",
+            detail=found[1:20],
+            hints=("ds41ctl engine install --force",),
+        )
+    cli.out.line(f"{session.layout.engine_dir}: every file as installed", mark="OK")
+
+
+@app.command("list")
+def list_engines(json: options.JsonOpt = False) -> None:
+    """Engines installed below the data folder."""
+    from ds41ctl.adapters import enginevenv, paths
+
+    folder = paths.dirs(load_settings().settings).data / "engines"
+    rows = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if not path.is_dir():
+            continue
+        tree = enginevenv.read_manifest(path)
+        rows.append(
+            {
+                "name": path.name,
+                "installed_at": tree["installed_at"] if tree else None,
+                "manifest": enginevenv.manifest_digest(path),
+                "distributions": len(tree["distributions"]) if tree else None,
+            }
+        )
+    cli.out.data(rows)
+    for row in rows:
+        what = (
+            f"installed {row['installed_at']}, manifest {str(row['manifest'])[:12]}"
+            if row["installed_at"]
+            else "not complete"
+        )
+        cli.out.line(f"{row['name']:<24} {what}")
+    if not rows:
+        cli.out.line(f"no engines below {folder}")
+        cli.out.hint("ds41ctl engine install")
+
+
+@app.command()
+def path(profile: options.ProfileOpt = None, json: options.JsonOpt = False) -> None:
+    """Print the engine's interpreter."""
+    session = open_session(profile)
+    cli.out.data({"python": str(session.layout.python)})
+    cli.out.line(str(session.layout.python))

@@ -1,0 +1,84 @@
+"""engram: build, show, verify or drop the Engram store."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ds41ctl import cli
+from ds41ctl.cli import options, runs
+from ds41ctl.cli.app import group
+from ds41ctl.cli.session import open_session
+from ds41ctl.core.errors import IntegrityError, NotFoundError
+from ds41ctl.core.exits import Exit
+
+app = group("Build, show, verify or drop the Engram store.")
+
+
+@app.command()
+def build(profile: options.ProfileOpt = None, json: options.JsonOpt = False) -> None:
+    """Put every table into memory, rows checked against the shards, unless a proven store is there."""
+    from ds41ctl.adapters import store
+    from ds41ctl.steps.engram import EngramBuild
+
+    session = open_session(profile)
+    with runs.run(session, "engram build") as runner:
+        runner.step(EngramBuild(session.layout))
+    cli.out.data({"dir": str(store.locate(session.layout))})
+
+
+@app.command()
+def status(profile: options.ProfileOpt = None, json: options.JsonOpt = False) -> None:
+    """Where the store is, on which pages, and who maps it. Exit 10 when there is none, 12 when it is not valid."""
+    from pathlib import Path
+
+    from ds41ctl.adapters import proc, store
+
+    session = open_session(profile)
+    facts = store.inspect(session.layout)
+    users = store.mapped_by(Path(facts.dir)) if facts.exists else []
+    cli.out.data({**facts.model_dump(mode="json"), "mapped_by": users})
+    if not facts.exists:
+        raise NotFoundError(
+            f"no Engram store of {session.profile.name} in {facts.dir}", hints=("ds41ctl engram build",)
+        )
+    mark = "FAIL" if facts.problem else "OK"
+    cli.out.line(
+        f"{facts.dir}   {len(facts.layers)} tables, {facts.bytes_present / 2**20:.1f} MiB, {facts.page_kind}",
+        mark=mark,
+    )
+    for pid in users:
+        cli.out.line(f"  mapped by {proc.describe(pid)}")
+    if facts.problem:
+        cli.out.line(f"  {facts.problem}")
+        cli.out.hint("ds41ctl engram build")
+        raise typer.Exit(int(Exit.INTEGRITY))
+
+
+@app.command()
+def verify(
+    profile: options.ProfileOpt = None,
+    full: Annotated[bool, typer.Option("--full", help="Compare every byte, not a sample of rows.")] = False,
+    json: options.JsonOpt = False,
+) -> None:
+    """Compare records with the shards they were built from. Exit 12 at the first difference."""
+    from ds41ctl.steps import engram
+
+    session = open_session(profile)
+    rows, difference = engram.verify(session.layout, full=full)
+    cli.out.data({"rows_compared": rows, "difference": difference, "full": full})
+    if difference:
+        raise IntegrityError(f"Engram store: {difference}", hints=("ds41ctl engram drop", "ds41ctl engram build"))
+    cli.out.line(f"{rows} rows equal to the shards" + ("" if full else " (a sample; --full compares all)"), mark="OK")
+
+
+@app.command()
+def drop(profile: options.ProfileOpt = None, json: options.JsonOpt = False) -> None:
+    """Remove the store and the mount made for it. Refused while a process maps it."""
+    from ds41ctl.adapters import store
+
+    session = open_session(profile)
+    removed = store.drop(session.layout)
+    cli.out.data({"removed": removed})
+    cli.out.line(f"removed {len(removed)} files and mounts" if removed else "there was no store", mark="OK")

@@ -1,0 +1,33 @@
+"""Option types used by several commands, defined once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def _profiles(incomplete: str) -> list[str]:
+    from ds41ctl.adapters.profiles import names
+
+    return [name for name in names() if name.startswith(incomplete)]
+
+
+ProfileOpt = Annotated[
+    str | None,
+    typer.Option("--profile", "-p", help="Profile name, or the path of a profile TOML.", autocompletion=_profiles),
+]
+JsonOpt = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+PortOpt = Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Port of the API.")]
+DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Print the plan and touch nothing.")]
+StrictOpt = Annotated[bool, typer.Option("--strict", help="Warnings and unknown results fail too.")]
+VerboseOpt = Annotated[bool, typer.Option("--verbose", "-v", help="Show evidence.")]
+SkipOpt = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--skip-check", metavar="ID", help="Leave out a check (or a domain); repeatable, recorded in the run."
+    ),
+]
+DsparkOpt = Annotated[
+    bool | None, typer.Option("--dspark/--no-dspark", help="Drafter on or off (default: the profile's).")
+]

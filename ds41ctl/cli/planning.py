@@ -1,0 +1,101 @@
+"""Planning: the plan of a command, computed and printed; nothing is touched."""
+
+from __future__ import annotations
+
+from ds41ctl import cli
+from ds41ctl.cli.session import Session
+from ds41ctl.core.plan import Plan, PlannedStep, as_shell, masked, serve_plan
+
+
+def serve_step(session: Session) -> PlannedStep:
+    """The start of the engine."""
+    layout = session.layout
+    how = "in a private tmux server" if session.profile.engine.kind == "venv" else "as a container"
+    return PlannedStep(
+        step="serve",
+        what=f"start the engine {how} and wait for /health, one token and "
+        f"{len(session.profile.serve.required_markers)} log markers",
+        writes=(
+            str(layout.record_path),
+            str(layout.dirs.state / "logs" / layout.name),
+            str(layout.socket_path),
+        ),
+        budget_s=session.profile.serve.ready_timeout_s,
+    )
+
+
+def up_plan(session: Session) -> Plan:
+    """Plan of `up`."""
+    from ds41ctl.adapters import pack, store
+
+    layout, profile = session.layout, session.profile
+    wanted = pack.expected(profile)
+    sources = ", ".join(source.what or source.kind for source in profile.model.sources)
+    steps = [
+        PlannedStep(step="preflight", what="check this machine (ds41ctl preflight --list)"),
+        PlannedStep(
+            step="fetch",
+            what=f"get and verify the pack: {sources}",
+            writes=(str(layout.model_dir),),
+            bytes=sum(item.size for item in wanted) or None,
+        ),
+        PlannedStep(
+            step="engine",
+            what=f"install {profile.engine.lock or profile.engine.wheel or profile.engine.image}",
+            writes=(str(layout.engine_dir),) if profile.engine.kind == "venv" else (),
+        ),
+    ]
+    if profile.engram.storage != "none":
+        mounts: tuple[tuple[str, ...], ...] = ()
+        if len(layout.store_dirs) > 1:
+            mounts = tuple(
+                tuple(store.mount_argv(option, layout.store_dirs[0], root=layout.dirs.uid == 0))
+                for option in store.mount_options(layout)[:1]
+            )
+        steps.append(
+            PlannedStep(
+                step="engram",
+                what=f"put {len(profile.model.engram)} tables into {profile.engram.storage}, rows checked",
+                writes=tuple(str(path) for path in layout.store_dirs[:1]),
+                bytes=store.needed_bytes(layout),
+                commands=mounts,
+            )
+        )
+    if profile.clocks.sm_mhz is not None:
+        steps.append(PlannedStep(step="clocks", what=f"lock SM clocks at {profile.clocks.sm_mhz} MHz"))
+    steps += [serve_step(session), PlannedStep(step="smoke", what="ask the engine (ds41ctl smoke --list)")]
+    return serve_plan(layout, _store_folder(session), "up", tuple(steps))
+
+
+def plan_of_serve(session: Session) -> Plan:
+    """Plan of `serve`."""
+    steps = (PlannedStep(step="preflight", what="check this machine for a start"), serve_step(session))
+    return serve_plan(session.layout, _store_folder(session), "serve", steps)
+
+
+def _store_folder(session: Session) -> str:
+    from ds41ctl.adapters import store
+
+    return str(store.locate(session.layout))
+
+
+def print_plan(plan: Plan) -> None:
+    """Show a plan: steps, then the exact command with its environment."""
+    env = masked(plan.env)
+    cli.out.data({**plan.model_dump(mode="json"), "env": env, "digest": plan.digest()})
+    cli.out.line(f"plan  {plan.command}  {plan.profile}  (dry run: nothing is touched)")
+    for step in plan.steps:
+        size = f", {step.bytes / 2**20:,.0f} MiB" if step.bytes else ""
+        budget = f", at most {step.budget_s:.0f} s" if step.budget_s else ""
+        cli.out.line(f"  {step.step:<10} {step.what}{size}{budget}")
+        for path in step.writes:
+            cli.out.line(f"             writes {path}")
+        for command in step.commands:
+            cli.out.line(f"             runs   {' '.join(command)}")
+    cli.out.line()
+    cli.out.line(f"engine command (environment: {', '.join(plan.inherited)} are inherited, nothing else):")
+    for text in as_shell(plan.argv, env):
+        cli.out.line(text)
+    cli.out.line()
+    for text in plan.lacks:
+        cli.out.line(f"not in this version: {text}")

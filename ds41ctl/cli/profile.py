@@ -1,0 +1,97 @@
+"""profile: list, show or check profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ds41ctl import cli
+from ds41ctl.cli import options
+from ds41ctl.cli.app import group
+from ds41ctl.core.errors import ConfigError
+
+app = group("List, show or check profiles.")
+
+
+@app.command("list")
+def list_profiles(json: options.JsonOpt = False) -> None:
+    """Built-in profiles and those in the config folder."""
+    from ds41ctl.adapters import profiles
+
+    rows = []
+    for name, path in profiles.paths().items():
+        profile = profiles.read(path)
+        rows.append({"name": name, "title": profile.title, "state": profile.state, "path": str(path)})
+    cli.out.data(rows)
+    for row in rows:
+        cli.out.line(f"{row['name']:<16} {row['title']}   ({row['state']})")
+
+
+@app.command()
+def show(
+    name: str = typer.Argument(help="Profile name or path."),
+    origin: Annotated[bool, typer.Option("--origin", help="Show the source of every number.")] = False,
+    json: options.JsonOpt = False,
+) -> None:
+    """A profile with its sources; --json gives it whole."""
+    from ds41ctl.adapters import profiles
+
+    path = profiles.find(name)
+    profile = profiles.read(path)
+    cli.out.data(
+        {
+            "path": str(path),
+            "digest": profile.digest(),
+            "profile": profile.model_dump(mode="json", by_alias=True),
+        }
+    )
+    cli.out.line(f"{profile.name}   {profile.title}   ({profile.state}; {path}, digest {profile.digest()[:12]})")
+    tree = profile.model_dump(mode="json", by_alias=True, exclude={"provenance"})
+    for key, value in _leaves(tree):
+        source = f"   [{profile.source_of(key)}]" if origin and profile.source_of(key) else ""
+        cli.out.line(f"  {key} = {value}{source}")
+    for text in profile.lacks:
+        cli.out.line(f"  not in this version: {text}")
+
+
+@app.command()
+def check(
+    file: Annotated[Path | None, typer.Argument(help="Profile TOML; without it, every known profile.")] = None,
+    json: options.JsonOpt = False,
+) -> None:
+    """Check profiles; every problem in one go, unknown keys with the near name."""
+    from ds41ctl.adapters import profiles
+
+    chosen = [file] if file is not None else list(profiles.paths().values())
+    bad: list[str] = []
+    for path in chosen:
+        try:
+            profiles.read(profiles.find(str(path)))
+        except ConfigError as error:
+            bad += [error.message, *(f"{path.name}: {line}" for line in error.detail)]
+            continue
+        cli.out.line(str(path), mark="OK")
+    cli.out.data({"checked": [str(path) for path in chosen], "problems": bad})
+    if bad:
+        raise ConfigError(bad[0], detail=bad[1:])
+
+
+@app.command()
+def schema(json: options.JsonOpt = False) -> None:
+    """The JSON Schema of a profile file."""
+    import json as codec
+
+    from ds41ctl.core.profile import json_schema
+
+    cli.out.data(json_schema())
+    cli.out.line(codec.dumps(json_schema(), indent=1, sort_keys=True))
+
+
+def _leaves(tree: object, prefix: str = "") -> list[tuple[str, object]]:
+    if isinstance(tree, dict):
+        return [leaf for name, sub in tree.items() for leaf in _leaves(sub, f"{prefix}.{name}".lstrip("."))]
+    if isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
+        return [leaf for index, sub in enumerate(tree) for leaf in _leaves(sub, f"{prefix}.{index}")]
+    return [(prefix, tree)] if tree not in ("", [], None) else []

@@ -1,0 +1,132 @@
+"""Runs: open a journal for a command, close it with the exit code whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from ds41ctl import cli
+from ds41ctl.adapters.journal import Journal
+from ds41ctl.cli.session import Session
+from ds41ctl.core.errors import Ds41Error
+from ds41ctl.core.exits import Exit
+from ds41ctl.core.finding import Finding, Status
+from ds41ctl.steps.runner import Goal, Progress, Runner
+
+if TYPE_CHECKING:
+    from smoke.canaries import Canaries
+
+
+@contextlib.contextmanager
+def run(session: Session, command: str) -> Iterator[Runner]:
+    """A journalled run; its last event carries the exit code of an error that leaves the block."""
+    journal = Journal(session.dirs.state / "runs")
+    runner = Runner(
+        journal,
+        cli.out.listen,
+        command=command,
+        profile=session.profile.name,
+        digest=session.profile.digest(),
+    )
+    code = int(Exit.OK)
+    try:
+        yield runner
+    except Ds41Error as error:
+        code = int(error.code)
+        raise
+    except BaseException as error:
+        code = int(getattr(error, "exit_code", Exit.INTERNAL))
+        raise
+    finally:
+        runner.close(code)
+
+
+class Preflight:
+    """The checks as a step of a run."""
+
+    name = "preflight"
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        stage: str,
+        strict: bool = False,
+        level: int = 1,
+        skip: tuple[str, ...] = (),
+    ) -> None:
+        self.session, self.stage, self.strict, self.level, self.skip = session, stage, strict, level, skip
+        self.findings: list[Finding] = []
+
+    def judge(self, on_finding: Callable[[Finding], None], progress: Progress) -> Goal:
+        """Probe this machine and run every check."""
+        import preflight
+        from ds41ctl.adapters.probe import probe
+
+        facts = probe(self.session.layout)
+        self.findings = preflight.run(
+            self.session.profile,
+            facts,
+            stage="serve" if self.stage == "serve" else "up",
+            level=self.level,
+            skip=self.skip,
+        )
+        for finding in self.findings:
+            on_finding(finding)
+        failed = [item for item in self.findings if item.failed(strict=self.strict)]
+        skipped = sum(1 for item in self.findings if item.status is Status.SKIP)
+        text = f"{len(self.findings)} checks" + (f", {skipped} skipped" if skipped else "")
+        if self.skip:
+            text += f", left out on request: {', '.join(self.skip)}"
+        if failed:
+            text = f"{len(failed)} of {len(self.findings)} failed: " + ", ".join(item.id for item in failed)
+        return Goal(not failed, text)
+
+
+class Smoke:
+    """The behavioural tests as a step of a run."""
+
+    name = "smoke"
+
+    def __init__(
+        self, session: Session, *, level: str = "quick", only: tuple[str, ...] = (), deadline_s: float | None = None
+    ) -> None:
+        self.session, self.level, self.only, self.deadline_s = session, level, only, deadline_s
+        self.findings: list[Finding] = []
+
+    def judge(self, on_finding: Callable[[Finding], None], progress: Progress) -> Goal:
+        """Ask the running engine."""
+        import smoke
+        from ds41ctl.adapters.http import EngineClient
+
+        profile = self.session.profile
+        canaries = load_canaries(self.session)
+        self.findings = smoke.run(
+            EngineClient(self.session.layout.url),
+            canaries,
+            profile,
+            level="full" if self.level == "full" else "quick",
+            only=self.only,
+            on_finding=on_finding,
+            deadline_s=self.deadline_s,
+        )
+        failed = [item for item in self.findings if item.failed(strict=False) or item.status is Status.UNKNOWN]
+        skipped = sum(1 for item in self.findings if item.status is Status.SKIP)
+        good = len(self.findings) - len(failed) - skipped
+        text = f"{good} of {len(self.findings)}" + (f", {skipped} skipped" if skipped else "")
+        if failed:
+            text += ": " + ", ".join(item.id for item in failed)
+        return Goal(not failed, text)
+
+
+def load_canaries(session: Session) -> Canaries:
+    """The profile's canaries: trained ones of a recipe, or fresh random ones for a real model."""
+    from ds41ctl.adapters.pack import recipe_folder
+    from smoke import canaries
+
+    wanted = session.profile.smoke
+    if wanted.canaries == "random":
+        return canaries.generate(secrets.randbits(64), copies=wanted.copies, needle_tokens=wanted.needle_tokens)
+    return canaries.load(recipe_folder(wanted.canaries))

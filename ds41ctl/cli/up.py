@@ -1,0 +1,86 @@
+"""up: everything, from a bare machine to a proven engine."""
+
+from __future__ import annotations
+
+import json as codec
+import os
+import shlex
+
+import typer
+
+from ds41ctl import cli
+from ds41ctl.cli import options, runs
+from ds41ctl.cli.app import group
+from ds41ctl.cli.planning import print_plan, up_plan
+from ds41ctl.cli.session import Session, open_session
+from ds41ctl.core.exits import Exit
+
+app = group("Everything, from a bare machine to a proven engine; steps already reached say so.")
+
+QUESTION = "What is 17 * 23? Answer with just the number."
+
+
+@app.command()
+def up(
+    profile: options.ProfileOpt = None,
+    port: options.PortOpt = None,
+    dspark: options.DsparkOpt = None,
+    strict: options.StrictOpt = False,
+    skip_check: options.SkipOpt = None,
+    dry_run: options.DryRunOpt = False,
+    json: options.JsonOpt = False,
+) -> None:
+    """Preflight, fetch, engine, engram, serve, smoke; each step that is already reached says so."""
+    from ds41ctl.steps.engine import EngineInstall
+    from ds41ctl.steps.engram import EngramBuild
+    from ds41ctl.steps.fetch import Fetch
+    from ds41ctl.steps.serve import Serve
+
+    session = open_session(profile, port=port, dspark=dspark)
+    if dry_run:
+        print_plan(up_plan(session))
+        return
+    layout = session.layout
+    cli.out.line(heading("up", session))
+    with runs.run(session, "up") as runner:
+        checks = runs.Preflight(session, stage="up", strict=strict, skip=tuple(skip_check or ()))
+        if not runner.judge(checks):
+            cli.out.hint(f"ds41ctl preflight --profile {session.profile.name}")
+            raise typer.Exit(int(Exit.FINDINGS))
+        runner.step(Fetch(layout))
+        runner.step(EngineInstall(layout, os.environ))
+        if session.profile.engram.storage == "none":
+            runner.skip("engram", "this profile keeps no store")
+        else:
+            runner.step(EngramBuild(layout))
+        if session.profile.clocks.sm_mhz is None:
+            runner.skip("clocks", "this profile leaves clocks alone")
+        runner.step(Serve(layout, session.profile_path, os.environ))
+        smoke = runs.Smoke(session)
+        passed = runner.judge(smoke)
+        if not passed:
+            cli.out.hint("ds41ctl smoke -v")
+            raise typer.Exit(int(Exit.FINDINGS))
+    serving(session)
+
+
+def heading(command: str, session: Session) -> str:
+    """First line of a screen: what is done for which profile."""
+    return f"{command}  {session.profile.name}  ({session.profile.title})"
+
+
+def serving(session: Session) -> None:
+    """Last lines: where the engine answers and how to talk to it."""
+    layout, model = session.layout, session.profile.model.served_name
+    cli.out.data({"url": layout.url + "/v1", "model": model, "profile": session.profile.name})
+    cli.out.line(f"Serving {model} on {layout.url}/v1   (log: ds41ctl logs -f)")
+    body = codec.dumps(
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": QUESTION}],
+            "max_tokens": 400,
+            "temperature": 0,
+        }
+    )
+    cli.out.hint(f"curl -s {layout.url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}")
+    cli.out.hint("ds41ctl stop")

@@ -1,0 +1,121 @@
+"""Layout: where everything of one profile lives, computed once from dirs, profile and settings."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds41ctl.core.errors import ConfigError
+from ds41ctl.core.profile import Profile
+from ds41ctl.core.settings import Settings
+
+RECORD_BYTES = 264  # one Engram row: 256 B F8_E4M3 weights + 8 B UE8M0 scales
+
+
+@dataclass(frozen=True)
+class Dirs:
+    """Base folders of this user. `runtime` holds sockets and is 0700."""
+
+    data: Path
+    state: Path
+    cache: Path
+    runtime: Path
+    uid: int
+
+    def roles(self) -> dict[str, Path]:
+        """Role -> folder, for the facts about filesystems."""
+        return {"data": self.data, "state": self.state, "tmp": Path("/tmp")}  # noqa: S108 - reported, not written
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Paths, port and switches of one profile on this machine."""
+
+    profile: Profile
+    dirs: Dirs
+    model_dir: Path
+    engine_dir: Path
+    python: Path
+    own_python: bool
+    store_dirs: tuple[Path, ...]
+    host: str
+    port: int
+    dspark: bool
+    gpu_groups: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def name(self) -> str:
+        """Profile name: the key of locks, logs and records."""
+        return self.profile.name
+
+    @property
+    def url(self) -> str:
+        """Base URL of the API."""
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def cache_dir(self) -> Path:
+        """Compiler and bytecode caches of this engine."""
+        return self.dirs.cache / self.profile.engine.name
+
+    @property
+    def record_path(self) -> Path:
+        """Record of the engine that runs for this profile."""
+        return self.dirs.state / "running" / f"{self.name}.json"
+
+    @property
+    def socket_path(self) -> Path:
+        """tmux socket of this profile's private server."""
+        return self.dirs.runtime / f"{self.name}.sock"
+
+
+def layout(profile: Profile, settings: Settings, dirs: Dirs, *, may_mount: bool) -> Layout:
+    """Resolve a profile's paths. `may_mount`: root or `sudo -n` works, so the store may get a mount of its own.
+
+    Store candidates in order: the folder the user prepared (alone), else a mount of our own below the state
+    folder, else a folder in /dev/shm (tmpfs that every user may write).
+    """
+    groups = dict(profile.hardware.gpu_groups)
+    for name, chosen in (("a", settings.gpus_a), ("c", settings.gpus_c)):
+        if chosen is None:
+            continue
+        if name not in groups:
+            raise ConfigError(
+                f"DS41_GPUS_{name.upper()} is set, but profile {profile.name} has no GPU group {name!r}",
+                hints=(f"unset DS41_GPUS_{name.upper()}",),
+            )
+        if len(chosen) != len(groups[name]):
+            raise ConfigError(
+                f"DS41_GPUS_{name.upper()} names {len(chosen)} GPUs, profile {profile.name} needs {len(groups[name])}",
+            )
+        groups[name] = chosen
+    used = [index for group in groups.values() for index in group]
+    if len(set(used)) != len(used):
+        raise ConfigError("DS41_GPUS_A and DS41_GPUS_C overlap: each GPU belongs to one group")
+    engine_dir = dirs.data / "engines" / profile.engine.name
+    if settings.engram_dir is not None:
+        stores = [settings.engram_dir]
+    elif profile.engram.dir:
+        stores = [Path(profile.engram.dir)]
+    else:
+        stores = [dirs.state / "engram" / profile.name] if may_mount else []
+        stores.append(Path("/dev/shm") / f"ds41ctl-{dirs.uid}" / profile.name)  # noqa: S108 - 0700, owner checked
+    return Layout(
+        profile=profile,
+        dirs=dirs,
+        model_dir=settings.model or dirs.data / profile.model.dir,
+        engine_dir=engine_dir,
+        python=settings.python or engine_dir / "venv" / "bin" / "python",
+        own_python=settings.python is not None,
+        store_dirs=tuple(stores),
+        host=profile.serve.host,
+        port=settings.port or profile.serve.port,
+        dspark=profile.serve.dspark if settings.dspark is None else settings.dspark,
+        gpu_groups=tuple(groups.items()),
+    )
+
+
+def default_python() -> str:
+    """major.minor of the interpreter that runs ds41ctl."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"

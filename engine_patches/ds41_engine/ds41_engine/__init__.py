@@ -1,0 +1,21 @@
+"""vLLM plugin of ds41ctl: DeepSeek-V4.1 on CPU, with the Engram rows read from a shared store.
+
+Importing the package imports nothing else: the mathematics (``backbone``, ``packed``, ``quant``, ``engram_hash``) needs
+torch and numpy only, ``store`` needs numpy only, and vLLM is touched by :func:`register` alone.
+"""
+
+ARCHITECTURE = "DeepseekV41ForCausalLM"
+
+
+def register() -> None:
+    """Entry point of group ``vllm.general_plugins``; vLLM calls it in every process, possibly several times.
+
+    On the CPU platform it puts our class in the place of upstream's, which has no CPU path. Elsewhere it changes nothing.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm import ModelRegistry
+
+    ModelRegistry.register_model(ARCHITECTURE, "ds41_engine.model:DeepseekV41CPUForCausalLM")

@@ -1,0 +1,416 @@
+"""The vLLM model class: DeepSeek-V4.1 with vision on the CPU platform, V1 runner.
+
+Upstream's config, tokenizer, processor, vision tower, parsers, scheduler and prefix cache are used as they are; only
+the text backbone (:mod:`ds41_engine.backbone`), its row cache and the loading of weights are ours.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.models.vision import is_vit_use_data_parallel
+from vllm.models.deepseek_v4.common.vision import DeepseekV4Aligner, DeepseekV4ViT
+from vllm.models.deepseek_v41.common.engram import build_compressed_token_map
+from vllm.models.deepseek_v41.common.mm_preprocess import (
+    DeepseekV4VLDummyInputsBuilder,
+    DeepseekV4VLMultiModalProcessor,
+    DeepseekV4VLProcessingInfo,
+)
+from vllm.models.deepseek_v41.nvidia.vl_model import DeepseekV41ForCausalLM
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
+
+from .backbone import ROW_TILE, Backbone, Linear, RowLookup
+from .checkpoint import CheckpointError, load
+from .engram_hash import DEAD, EngramHash
+from .paged import PagedBatch, RequestRows, row_width
+from .quant import decode_engram_records
+from .shape import IMAGE_TOKEN_ID, BackboneShape
+from .store import EngramStore, StoreError
+
+STORE_ENV = "DS41_ENGRAM_STORE"
+UNFILLED_ENV = "DS41_ENGRAM_UNFILLED"
+
+# vLLM configures only loggers below "vllm".
+logger = init_logger("vllm.ds41_engine")
+
+
+class EngineRefused(RuntimeError):
+    """The engine will not start. The text is one line and was logged with the prefix ``ds41: ``."""
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn a known fault into one findable log line and :class:`EngineRefused`, which ends the process."""
+    try:
+        yield
+    except (CheckpointError, StoreError, ValueError) as error:
+        line = " ".join(str(error).split())
+        logger.error("ds41: %s", line)
+        raise EngineRefused(f"ds41: {line}") from None
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@dataclass(frozen=True)
+class RowCacheMetadata:
+    """What a forward pass must know about its requests; per batch."""
+
+    query_start: list[int]
+    lengths: list[int]
+    block_table: Tensor
+    block_size: int
+
+    def requests(self) -> list[RequestRows]:
+        rows = []
+        for number, length in enumerate(self.lengths):
+            begin, end = self.query_start[number], self.query_start[number + 1]
+            if end > begin:
+                positions = torch.arange(length)
+                blocks = self.block_table[number, positions // self.block_size].long()
+                rows.append(RequestRows(begin, end, length, blocks * self.block_size + positions % self.block_size))
+        return rows
+
+
+class RowCacheMetadataBuilder(AttentionMetadataBuilder[RowCacheMetadata]):
+    """Builds :class:`RowCacheMetadata` from what the runner knows."""
+
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> RowCacheMetadata:
+        return RowCacheMetadata(
+            query_start=common_attn_metadata.query_start_loc_cpu.tolist(),
+            lengths=common_attn_metadata.seq_lens.tolist(),
+            block_table=common_attn_metadata.block_table_tensor,
+            block_size=self.kv_cache_spec.block_size,
+        )
+
+
+class RowCacheBackend(AttentionBackend):
+    """Tells vLLM how to page the row cache; the attention itself is in :mod:`ds41_engine.paged`."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "DS41_ROW_CACHE"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @staticmethod
+    def get_builder_cls() -> type[RowCacheMetadataBuilder]:
+        return RowCacheMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        raise NotImplementedError("the row cache has no attention implementation of vLLM's kind")
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []
+
+
+class RowCache(nn.Module, AttentionLayerBase):
+    """The paged rows of one layer, registered with vLLM under ``prefix``."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.prefix = prefix
+        self.kv_cache = torch.tensor([])
+        vllm_config.compilation_config.static_forward_context[prefix] = self
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        self.kv_cache = kv_cache
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return RowCacheBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return MLAAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=1,
+            head_size=self.width,
+            dtype=torch.float32,
+        )
+
+    def rows(self) -> Tensor:
+        """``[slots, width]`` view."""
+        return self.kv_cache.view(-1, self.width)
+
+
+def check_supported(vllm_config: VllmConfig) -> None:
+    """Raise ValueError (one line) for what the CPU model does not do."""
+    parallel = vllm_config.parallel_config
+    for flag, value in (
+        ("--tensor-parallel-size", parallel.tensor_parallel_size),
+        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
+    ):
+        if value != 1:
+            raise ValueError(f"{flag}: expected 1 on CPU, found {value}; start the engine without {flag}")
+    if vllm_config.speculative_config is not None:
+        raise ValueError(
+            "--speculative-config: expected none on CPU (no drafter), found one; start the engine without it"
+        )
+    if vllm_config.use_v2_model_runner:
+        raise ValueError("model runner: expected V1 on CPU, found V2; set VLLM_USE_V2_MODEL_RUNNER=0")
+    dtype = vllm_config.cache_config.cache_dtype
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"--kv-cache-dtype: expected auto (fp32 rows) on CPU, found {dtype}; leave it out")
+
+
+class TextModel(Backbone):
+    """The backbone with embedding, head, row cache and Engram; parameter names are the checkpoint's."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        model_config = vllm_config.model_config
+        shape = BackboneShape.from_config(model_config.hf_config)
+        super().__init__(shape, model_config.max_model_len + ROW_TILE)
+        self.embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.head = Linear(shape.hidden_size, shape.vocab_size)
+        width = row_width(shape)
+        self.caches = nn.ModuleList(
+            RowCache(vllm_config, f"{prefix}.layers.{layer}.attn", width) for layer in range(shape.num_hidden_layers)
+        )
+        self.hash: EngramHash | None = None
+        if shape.engram_layer_ids:
+            self.hash = self._build_hash(model_config)
+            self._open_tables(Path(model_config.model))
+
+    def _build_hash(self, model_config: Any) -> EngramHash:
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_config.tokenizer, trust_remote_code=model_config.trust_remote_code, revision=model_config.revision
+        )
+        token_map, size = build_compressed_token_map(tokenizer)
+        if size != self.shape.engram_compressed_vocab_size:
+            raise ValueError(
+                f"config field engram_compressed_vocab_size: expected {size} (built from the tokenizer), found "
+                f"{self.shape.engram_compressed_vocab_size}; config.json and tokenizer.json are not of one checkpoint, "
+                "run: ds41ctl fetch --verify"
+            )
+        self.register_buffer("token_map", torch.tensor(token_map, dtype=torch.int64), persistent=False)
+        logger.info(
+            "Built engram token map (%d -> %d ids) for layers %s", len(token_map), size, self.shape.engram_layer_ids
+        )
+        return EngramHash.build(self.shape, token_map[self.shape.engram_pad_token_id])
+
+    def _open_tables(self, pack: Path) -> None:
+        """Give every Engram layer its rows: from the store, or zeros when the diagnostic switch is on."""
+        shape = self.shape
+        assert self.hash is not None
+        if unfilled():
+            logger.warning(
+                "ds41: WARNING: %s=1: Engram tables are left UNFILLED (all zero), as when their tensors are missing. "
+                "For diagnosis only; copies and names will come out wrong",
+                UNFILLED_ENV,
+            )
+            for layer in shape.engram_layer_ids:
+                self.layers[layer].engram.lookup = _zero_lookup(shape.engram_head_dim)
+            return
+        folder = os.environ.get(STORE_ENV)
+        if not folder:
+            raise StoreError(f"{STORE_ENV}: expected the Engram store's folder, found none; run: ds41ctl engram build")
+        samples = {}
+        for index, layer in enumerate(shape.engram_layer_ids):
+            first = self.hash.offsets[index]
+            samples[layer] = [*first.tolist(), *(first + self.hash.primes[index].reshape(-1) - 1).tolist()]
+        rows = dict(zip(shape.engram_layer_ids, shape.engram_num_embeddings, strict=True))
+        store = EngramStore.open(Path(folder), rows, samples, pack)
+        for layer in shape.engram_layer_ids:
+            self.layers[layer].engram.lookup = _store_lookup(store, layer)
+            logger.info(
+                "ds41: Engram store layer %d: %d rows x 264 B mapped read-only from %s", layer, rows[layer], folder
+            )
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.embed(input_ids)
+
+    def engram_rows(self, batch: PagedBatch, token_ids: Tensor) -> Tensor | None:
+        """Table rows ``[T, layers, columns]`` of the batch's tokens; padding rows get row 0."""
+        if self.hash is None:
+            return None
+        depth = self.shape.engram_max_ngram_size - 1
+        ids, positions, wanted = batch.lookback(token_ids, depth)
+        compressed = torch.where(ids == IMAGE_TOKEN_ID, DEAD, self.token_map[ids])
+        rows = torch.from_numpy(self.hash.row_ids(compressed.numpy(), positions.numpy()))[wanted]
+        return F.pad(rows, (0, 0, 0, 0, 0, token_ids.shape[0] - rows.shape[0]))
+
+    def run(self, token_ids: Tensor, positions: Tensor, embeddings: Tensor) -> Tensor:
+        """Hidden states ``[T, hidden]`` fp32 of one batch; during the profile run the embeddings themselves."""
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):
+            return embeddings.float()
+        requests = metadata[self.caches[0].prefix].requests()
+        count = max((request.end for request in requests), default=0)
+        if not count:
+            return embeddings.float()
+        padding = -count % ROW_TILE
+        token_ids = F.pad(token_ids[:count].long(), (0, padding))
+        positions = F.pad(positions[:count].long(), (0, padding))
+        x = F.pad(embeddings[:count].float(), (0, 0, 0, padding))
+        caches = [cache.rows() for cache in self.caches]
+        batch = PagedBatch(self.shape, self.rope, requests, caches, positions)
+        is_image = token_ids == IMAGE_TOKEN_ID
+        hidden = self(x, positions, batch, self.engram_rows(batch, token_ids), ~is_image, is_image)
+        return F.pad(hidden[:count], (0, 0, 0, embeddings.shape[0] - count))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[N, hidden]`` -> ``[N, vocab]`` fp32."""
+        count = hidden.shape[0]
+        return self.head(F.pad(hidden, (0, 0, 0, -count % ROW_TILE)))[:count]
+
+
+def unfilled() -> bool:
+    """True when the diagnostic switch asks for all-zero Engram tables."""
+    value = os.environ.get(UNFILLED_ENV, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{UNFILLED_ENV}: expected 0 or 1, found {value!r}; unset it")
+    return value == "1"
+
+
+def _store_lookup(store: EngramStore, layer: int) -> RowLookup:
+    def lookup(row_ids: Tensor) -> Tensor:
+        return decode_engram_records(torch.from_numpy(store.gather(layer, row_ids.numpy())))
+
+    return lookup
+
+
+def _zero_lookup(width: int) -> RowLookup:
+    def lookup(row_ids: Tensor) -> Tensor:
+        return torch.zeros(*row_ids.shape, width)
+
+    return lookup
+
+
+def _contiguous_input(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # The CPU's packed matrix product refuses the transposed view that the aligner passes.
+    return (args[0].contiguous(), *args[1:])
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    DeepseekV4VLMultiModalProcessor,
+    info=DeepseekV4VLProcessingInfo,
+    dummy_inputs=DeepseekV4VLDummyInputsBuilder,
+)
+class DeepseekV41CPUForCausalLM(DeepseekV41ForCausalLM):
+    """Upstream's multimodal wrapper around :class:`TextModel`."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        nn.Module.__init__(self)
+        with _refusing():
+            check_supported(vllm_config)
+        _use_power_of_two_threads()
+        model_config = vllm_config.model_config
+        config = model_config.hf_config
+        self.config = config
+        self.multimodal_config = model_config.multimodal_config
+        with self._mark_tower_model(vllm_config, {"image"}):
+            self.use_data_parallel = is_vit_use_data_parallel(config.vision_n_heads)
+            self.vision = DeepseekV4ViT(config)
+            aligner = DeepseekV4Aligner(config)
+            aligner.w1.register_forward_pre_hook(_contiguous_input)
+            self.aligner = aligner
+            for name in ("image_start", "image_end", "image_newline"):
+                setattr(self, name, nn.Parameter(torch.empty(config.hidden_size, dtype=torch.float32)))
+            self.vision.to(dtype=model_config.dtype)
+            self.aligner.to(dtype=model_config.dtype)
+        with self._mark_language_model(vllm_config), _default_dtype(torch.float32), _refusing():
+            self.language_model = TextModel(vllm_config, f"{prefix}.language_model" if prefix else "language_model")
+        # Ours loads by checkpoint name; nothing is to be mapped.
+        self.hf_to_vllm_mapper = WeightsMapper()
+        self.make_empty_intermediate_tensors = _no_intermediate_tensors
+
+    @staticmethod
+    def get_model_state_cls() -> Any:
+        raise NotImplementedError("the V2 model runner is not supported on CPU")
+
+    @property
+    def token_lookback_depth(self) -> int:
+        """0: the row cache keeps the token ids itself."""
+        return 0
+
+    @property
+    def decoder_replay_layers(self) -> None:
+        return None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: object = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: object,
+    ) -> Tensor:
+        """Hidden states ``[T, hidden]``; T may include padding, whose rows come out as zeros."""
+        if inputs_embeds is None:
+            inputs_embeds = self.language_model.embed_input_ids(input_ids)
+        return self.language_model.run(input_ids, positions, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.language_model.logits(hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Fill every parameter; the load fails with one line when a tensor is missing (see :mod:`checkpoint`)."""
+        names = {name: name.removeprefix("language_model.") for name, _ in self.named_parameters()}
+        parameters = {names[name]: parameter for name, parameter in self.named_parameters()}
+        tables = []
+        if not unfilled():
+            for layer in self.language_model.shape.engram_layer_ids:
+                tables += [f"layers.{layer}.engram.embed.weight", f"layers.{layer}.engram.embed.scale"]
+        with _refusing():
+            filled = load(parameters, tables, weights)
+        for block in self.language_model.layers:
+            block.ffn.freeze()
+        return {name for name, checkpoint_name in names.items() if checkpoint_name in filled}
+
+    def process_weights_after_loading(self) -> None:
+        """Nothing to do: :meth:`load_weights` leaves final values."""
+
+
+def _no_intermediate_tensors(*_args: object, **_kwargs: object) -> None:
+    """There is no pipeline parallelism on CPU."""
+
+
+def _use_power_of_two_threads() -> None:
+    """Round torch's thread count down to a power of two.
+
+    torch splits large elementwise work evenly over threads; with such a count the parts stay multiples of the vector
+    width, so no element's bits depend on the batch (see ``ROW_TILE``). vLLM's CPU worker has bound its threads already
+    and replaces ``torch.set_num_threads`` by a warning; using fewer of the bound threads is harmless.
+    """
+    threads = torch.get_num_threads()
+    if threads & (threads - 1):
+        torch._C.set_num_threads(1 << (threads.bit_length() - 1))

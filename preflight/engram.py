@@ -1,0 +1,111 @@
+"""Checks of the Engram store: where the tables live, and whether what lives there is valid now."""
+
+from __future__ import annotations
+
+from ds41ctl.core.facts import HostFacts
+from ds41ctl.core.profile import Profile
+from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
+from preflight.text import command, size
+
+GROUP = "ENGRAM"
+
+
+def storage(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """The profile states a storage that fills the tables."""
+    expected = "engram.storage tmpfs or hugetlb"
+    why = "the engine reserves room for the tables, never fills it, and raises no error (15 of 20 copies right)"
+    if not profile.model.engram:
+        return skip("this model has no Engram layers")
+    if profile.engram.storage == "none":
+        return fail(
+            "engram.storage is none: the tables would stay empty",
+            expected=expected,
+            found="none",
+            fix=(f'set storage = "tmpfs" in [engram] of profile {profile.name}',),
+            why=why,
+        )
+    if profile.engine.kind == "container":
+        passed = profile.serve.env.get("DSV41_ENGRAM_STORAGE", "")
+        if passed != "ssd":
+            return fail(
+                f"DSV41_ENGRAM_STORAGE is {passed or 'not set'}: the tables would stay empty",
+                expected="DSV41_ENGRAM_STORAGE=ssd in [serve.env]",
+                found=passed or "unset (host mode)",
+                fix=(f'set DSV41_ENGRAM_STORAGE = "ssd" in [serve.env] of profile {profile.name}',),
+                why=why,
+            )
+    return ok(f"engram.storage {profile.engram.storage}", expected=expected, found=profile.engram.storage)
+
+
+def store(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """The store of this boot, with every layer and all bytes."""
+    expected = f"layers {', '.join(map(str, profile.model.engram_layers))}, whole, of this boot"
+    build = command("engram build", profile)
+    if not profile.model.engram or profile.engram.storage == "none":
+        return skip("the profile has no store")
+    found = facts.store
+    if found is None:
+        return unknown("the store was not looked at", expected=expected, fix=(command("engram status", profile),))
+    if not found.exists:
+        if stage == "up":
+            return skip(f"not there yet: will be built in {found.dir}")
+        return fail(f"there is no store in {found.dir}", expected=expected, found="not built", fix=(build,))
+    rebuild = (command("engram drop", profile), build)
+    why = "the engine would refuse to start, or read rows that are not the pack's"
+    if found.problem:
+        return fail(
+            f"the store in {found.dir} is not valid: {found.problem}",
+            expected=expected,
+            found=found.problem,
+            fix=rebuild,
+            why=why,
+        )
+    lacking = sorted(set(profile.model.engram_layers) - set(found.layers))
+    if lacking:
+        return fail(
+            f"the store lacks layer {', '.join(map(str, lacking))}",
+            expected=expected,
+            found=f"layers {', '.join(map(str, found.layers)) or 'none'}",
+            fix=rebuild,
+            why=why,
+        )
+    if found.bytes_needed is None:
+        return unknown("the size the store must have is not known", expected=expected, fix=(f"{build} --verify",))
+    if found.bytes_present < found.bytes_needed:
+        return fail(
+            f"the store is short: {size(found.bytes_present)} of {size(found.bytes_needed)}",
+            expected=size(found.bytes_needed),
+            found=size(found.bytes_present),
+            fix=rebuild,
+            why=why,
+        )
+    if found.storage and found.storage != profile.engram.storage:
+        return warn(
+            f"the store is in {found.storage}, the profile says {profile.engram.storage}",
+            expected=profile.engram.storage,
+            found=found.storage,
+            fix=rebuild,
+            why="valid, but not the kind of memory the profile's numbers were measured with",
+        )
+    kind = found.page_kind or found.fstype or found.storage
+    return ok(f"{len(found.layers)} tables, {size(found.bytes_present)}, {kind}", expected=expected, found="valid")
+
+
+CHECKS = (
+    Check(
+        "engram.storage",
+        "the profile fills the Engram tables",
+        1,
+        GROUP,
+        "tables that are reserved and never filled, without an error",
+        storage,
+    ),
+    Check(
+        "engram.store",
+        "the Engram store is whole and of this boot",
+        1,
+        GROUP,
+        "a stale, short or foreign store, read as if it were the pack's",
+        store,
+    ),
+)

@@ -1,0 +1,269 @@
+# ruff: noqa: S108 - /dev/shm is named in messages, never opened
+"""Checks of host memory: what is available, where the Engram store may live, what the kernel would refuse."""
+
+from __future__ import annotations
+
+import math
+
+from ds41ctl.core.facts import HostFacts, HugePagePool
+from ds41ctl.core.layout import RECORD_BYTES
+from ds41ctl.core.profile import Profile
+from preflight import need
+from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
+from preflight.text import GIB, as_root, command, size
+
+GROUP = "HOST"
+SHM_MIN = GIB  # policy: NCCL and vLLM's workers talk through /dev/shm; containers start with 64 MiB
+
+
+def ram(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """MemAvailable, and the room below the cgroup's limit, against the profile's need."""
+    if need.running(facts):
+        return skip("an engine is running: its memory is already taken")
+    memory, needed = facts.memory, need.host_memory(profile, facts)
+    tables = needed - round(profile.hardware.ram_gib_min * GIB)
+    expected = f"{size(needed)} available ({profile.hardware.ram_gib_min:g} GiB" + (
+        f" + {size(tables)} of Engram tables not yet in memory)" if tables else ", Engram tables already placed)"
+    )
+    if memory.available is not None and memory.available < needed:
+        return fail(
+            f"{size(memory.available)} of memory available, {size(needed)} needed",
+            expected=expected,
+            found=f"{size(memory.available)} available",
+            fix=("ps -eo pid,user,rss,args --sort=-rss | head   # end what is not needed", "or add memory"),
+            why="the engine would be killed by the kernel while it loads, minutes into the start",
+        )
+    # the store in tmpfs is charged to our cgroup, hugepages are not
+    limit, used = memory.cgroup_limit, memory.cgroup_used
+    if limit and used is not None and limit - used < needed:
+        return fail(
+            f"this container or cgroup has {size(limit - used)} left, {size(needed)} needed",
+            expected=expected,
+            found=f"{size(limit - used)} of a limit of {size(limit)}",
+            fix=(
+                f"container: start it with --memory {math.ceil((used + needed) / GIB)}g",
+                f"systemd: systemctl set-property UNIT MemoryMax={math.ceil((used + needed) / GIB)}G",
+            ),
+            why="the kernel kills the engine at the cgroup's limit even when the machine has memory left",
+        )
+    if memory.available is None or limit is None or (limit and used is None):
+        what = "MemAvailable" if memory.available is None else "the cgroup's limit"
+        return unknown(f"{what} is not known", expected=expected, fix=("free -g", "cat /proc/self/cgroup"))
+    room = min(memory.available, limit - (used or 0)) if limit else memory.available
+    return ok(f"{size(room)} available, {size(needed)} needed", expected=expected, found=f"{size(room)} available")
+
+
+def tmpfs(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """A place in memory for the store: a tmpfs that is there, one that may be mounted, or /dev/shm."""
+    if profile.engram.storage != "tmpfs":
+        return skip(f"engram.storage is {profile.engram.storage}")
+    system, store, shm = facts.system, facts.disk("store"), facts.disk("shm")
+    expected = "a writable tmpfs, or the right to mount one"
+    if need.store_is_valid(facts):
+        return ok("the store is in place", expected=expected, found=facts.store.fstype if facts.store else "")
+    if store is not None and store.fstype in ("tmpfs", "ramfs") and store.writable:
+        return ok(
+            f"{store.mount} is a writable {store.fstype}",
+            expected=expected,
+            found=f"{store.fstype} {store.mount}",
+        )
+    if system.root and system.can_mount:
+        return ok("root may mount a tmpfs", expected=expected, found="root with CAP_SYS_ADMIN")
+    if system.sudo_passwordless:
+        return ok("sudo mounts a tmpfs without a password", expected=expected, found="sudo -n")
+    missing = need.store_bytes_missing(profile, facts)
+    folder = store.path if store is not None else "/dev/shm/ds41ctl"
+    if not profile.engram.dir and shm is not None and shm.writable and shm.fstype == "tmpfs":
+        if shm.free is None:
+            return unknown("the size of /dev/shm is not known", expected=expected, fix=("df -h /dev/shm",))
+        if shm.free >= missing:
+            return ok(f"/dev/shm has {size(shm.free)} free", expected=expected, found="/dev/shm")
+        return fail(
+            f"/dev/shm has {size(shm.free)} free, the Engram tables need {size(missing)}",
+            expected=f"{size(missing)} in a tmpfs",
+            found=f"{size(shm.free)} in /dev/shm",
+            fix=_tmpfs_fix(facts, missing, folder),
+        )
+    if store is None or store.writable is None or (system.root and system.can_mount is None):
+        return unknown(
+            "whether a tmpfs can be had is not known",
+            expected=expected,
+            fix=_tmpfs_fix(facts, missing, folder),
+        )
+    if not system.root and system.sudo_passwordless is None:
+        return unknown("whether sudo works is not known", expected=expected, fix=("sudo -n true; echo $?",))
+    return fail(
+        "there is no tmpfs for the Engram store, and this user may not mount one",
+        expected=expected,
+        found=f"{folder} on {store.fstype or 'an unknown filesystem'}, "
+        + ("root without CAP_SYS_ADMIN" if system.root else "no sudo without a password"),
+        fix=_tmpfs_fix(facts, missing, folder),
+    )
+
+
+def _tmpfs_fix(facts: HostFacts, missing: int, folder: str) -> tuple[str, ...]:
+    gib = max(1, math.ceil(missing * need.PACK_HEADROOM / GIB))
+    if facts.system.container:
+        return (f"start the container with --shm-size={gib}g, or with --tmpfs {folder}:size={gib}g",)
+    mount = f"mount -t tmpfs -o size={gib}g,huge=advise,uid={facts.system.uid or 0},mode=0700 tmpfs {folder}"
+    return (
+        as_root(f"mkdir -p {folder}", facts.system),
+        as_root(mount, facts.system),
+        f"export DS41_ENGRAM_DIR={folder}",
+    )
+
+
+def hugepages(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """Enough hugepages, each table's on its own NUMA node."""
+    if profile.engram.storage != "hugetlb":
+        return skip(f"engram.storage is {profile.engram.storage}")
+    page_kib = 1 << 20 if profile.engram.page == "1G" else 2048
+    pages = [math.ceil(table.rows * RECORD_BYTES / (page_kib * 1024)) for table in profile.model.engram]
+    expected = f"{sum(pages)} free pages of {size(page_kib * 1024)} ({' + '.join(map(str, pages))})"
+    if need.store_is_valid(facts):
+        return ok("the store holds its hugepages", expected=expected, found="the store is in place")
+    if facts.memory.hugepages is None:
+        return unknown("the hugepage pools are not known", expected=expected, fix=("grep Huge /proc/meminfo",))
+    pools = [pool for pool in facts.memory.hugepages if pool.size_kib == page_kib]
+    total = sum(pool.total for pool in pools if pool.node < 0)
+    free = sum(pool.free - pool.reserved for pool in pools if pool.node < 0)
+    nodes = sorted((pool for pool in pools if pool.node >= 0), key=lambda pool: pool.node)
+    wanted = _pages_per_node(pages, nodes)
+    fix = _hugepage_fix(facts, wanted, sum(pages), page_kib)
+    if total < sum(pages):
+        return fail(
+            f"{total} hugepages of {size(page_kib * 1024)} are reserved, {sum(pages)} needed",
+            expected=expected,
+            found=f"{total} reserved, {free} free",
+            fix=fix,
+            why="the store's first touch of a page that is not there is a SIGBUS, not an error",
+        )
+    if free < sum(pages):
+        return fail(
+            f"the hugepages are there, but only {free} are free and no valid store holds them",
+            expected=expected,
+            found=f"{total} reserved, {free} free",
+            fix=(
+                as_root("grep -l hugepage /proc/*/maps   # which processes hold them", facts.system),
+                command("engram drop", profile),
+            ),
+        )
+    short = {pool.node: pool.free for pool in nodes if pool.free < wanted.get(pool.node, 0)}
+    if short:
+        found = ", ".join(f"node{pool.node} {pool.free} free" for pool in nodes)
+        return fail(
+            "there are enough hugepages, but on the wrong NUMA node",
+            expected=", ".join(f"node{node} {count}" for node, count in wanted.items()),
+            found=found,
+            fix=fix,
+            why="each table lies on the node whose GPUs read it; across the socket link reads are slower",
+        )
+    return ok(f"{free} free hugepages", expected=expected, found=f"{free} free")
+
+
+def _pages_per_node(pages: list[int], nodes: list[HugePagePool]) -> dict[int, int]:
+    """Table k lies on node k, k-th of the nodes there are; one node takes all."""
+    wanted: dict[int, int] = {}
+    for index, count in enumerate(pages):
+        if nodes:
+            node = nodes[index % len(nodes)].node
+            wanted[node] = wanted.get(node, 0) + count
+    return wanted
+
+
+def _hugepage_fix(facts: HostFacts, wanted: dict[int, int], total: int, page_kib: int) -> tuple[str, ...]:
+    tee = as_root("tee", facts.system)
+    folder = f"hugepages/hugepages-{page_kib}kB/nr_hugepages"
+    kind = "1G" if page_kib > 2048 else "2M"
+    boot = f"if the kernel gives fewer, reserve at boot: hugepagesz={kind} hugepages={total}"
+    if not wanted:
+        return (f"echo {total} | {tee} /sys/kernel/mm/{folder}", boot)
+    lines = [f"echo {count} | {tee} /sys/devices/system/node/node{node}/{folder}" for node, count in wanted.items()]
+    return (as_root("sh -c 'echo 1 > /proc/sys/vm/compact_memory'", facts.system), *lines, boot)
+
+
+def overcommit(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """vm.overcommit_memory=2 refuses memory that is free."""
+    memory = facts.memory
+    expected = "vm.overcommit_memory 0 or 1"
+    fix = (as_root("sysctl vm.overcommit_memory=0", facts.system),)
+    if memory.overcommit is None:
+        return unknown("vm.overcommit_memory is not known", expected=expected, fix=("sysctl vm.overcommit_memory",))
+    if memory.overcommit != 2:
+        return ok(f"vm.overcommit_memory {memory.overcommit}", expected=expected, found=str(memory.overcommit))
+    if memory.commit_limit is None or memory.committed is None:
+        return unknown("the commit limit is not known", expected=expected, fix=fix, found="2, limit not readable")
+    room, needed = memory.commit_limit - memory.committed, need.host_memory(profile, facts)
+    if room >= needed:
+        return ok(f"strict overcommit, {size(room)} left", expected=f"{size(needed)} to commit", found=size(room))
+    return warn(
+        f"strict overcommit leaves {size(room)} to commit, {size(needed)} needed",
+        expected=expected,
+        found=f"2, {size(room)} left to commit",
+        fix=fix,
+    )
+
+
+def shared_memory(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """Room in /dev/shm for the channels between GPU workers."""
+    if profile.hardware.gpus < 2 or profile.engine.kind == "container":
+        return skip("one worker, or the container brings its own")
+    found = facts.disk("shm")
+    fix = (
+        "container: start it with --shm-size=16g",
+        as_root("mount -o remount,size=50% /dev/shm", facts.system),
+    )
+    if found is None or found.free is None:
+        return unknown("the size of /dev/shm is not known", expected=f"{size(SHM_MIN)} free", fix=fix)
+    if found.free < SHM_MIN:
+        return fail(
+            f"/dev/shm has {size(found.free)} free",
+            expected=f"{size(SHM_MIN)} free",
+            found=size(found.free),
+            fix=fix,
+        )
+    return ok(f"/dev/shm has {size(found.free)} free", expected=f"{size(SHM_MIN)} free", found=size(found.free))
+
+
+CHECKS = (
+    Check(
+        "host.ram",
+        "memory that is really available, cgroup included",
+        1,
+        GROUP,
+        "the kernel killing the engine in the middle of loading",
+        ram,
+    ),
+    Check(
+        "host.tmpfs",
+        "a place in memory for the Engram store",
+        1,
+        GROUP,
+        "an Engram store on disk, or a build that is refused at its end",
+        tmpfs,
+    ),
+    Check(
+        "host.hugepages",
+        "hugepages for the Engram store, on the right NUMA nodes",
+        1,
+        GROUP,
+        "SIGBUS while the store is filled, and tables read across the socket link",
+        hugepages,
+    ),
+    Check(
+        "host.overcommit",
+        "overcommit policy",
+        1,
+        GROUP,
+        "`cannot allocate memory` while memory is free",
+        overcommit,
+    ),
+    Check(
+        "host.shm",
+        "/dev/shm for multi-GPU workers",
+        1,
+        GROUP,
+        "workers that die with a bus error when their shared memory is full",
+        shared_memory,
+    ),
+)

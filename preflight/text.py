@@ -1,0 +1,53 @@
+"""Wording that several checks share: sizes, commands, how to install a package here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ds41ctl.core.facts import SystemFacts
+from ds41ctl.core.profile import Profile
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def size(count: float) -> str:
+    """`189 GiB`, `2.3 MiB`, `512 B`: three significant digits or so."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(count) >= unit:
+            value = count / unit
+            return f"{value:.0f} {name}" if abs(value) >= 100 else f"{value:.1f} {name}"
+    return f"{count:.0f} B"
+
+
+def command(verb: str, profile: Profile) -> str:
+    """`ds41ctl <verb> --profile <name>`."""
+    return f"ds41ctl {verb} --profile {profile.name}"
+
+
+def as_root(line: str, system: SystemFacts) -> str:
+    """`line` with `sudo` in front unless this user is root already."""
+    return line if system.root else f"sudo {line}"
+
+
+_INSTALLERS = {
+    "debian": "apt-get install -y",
+    "ubuntu": "apt-get install -y",
+    "fedora": "dnf install -y",
+    "rhel": "dnf install -y",
+    "centos": "dnf install -y",
+    "arch": "pacman -S --noconfirm",
+    "alpine": "apk add",
+    "suse": "zypper install -y",
+    "opensuse": "zypper install -y",
+    "gentoo": "emerge",
+}
+
+
+def install(package: str, system: SystemFacts, names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The line that installs `package` on this distribution; `names` gives its name where it differs."""
+    for distribution in system.os_ids:
+        installer = _INSTALLERS.get(distribution)
+        if installer is not None:
+            return as_root(f"{installer} {names.get(distribution, package)}", system)
+    return f"install {package} with this distribution's package manager"
