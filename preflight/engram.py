@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.profile import Profile
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
+from preflight.env import passed_on
 from preflight.text import command, size
 
 GROUP = "ENGRAM"
@@ -25,13 +26,13 @@ def storage(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
             why=why,
         )
     if profile.engine.kind == "container":
-        passed = profile.serve.env.get("DSV41_ENGRAM_STORAGE", "")
+        passed = passed_on(profile).get("DSV41_ENGRAM_STORAGE", "")
         if passed != "ssd":
             return fail(
                 f"DSV41_ENGRAM_STORAGE is {passed or 'not set'}: the tables would stay empty",
-                expected="DSV41_ENGRAM_STORAGE=ssd in [serve.env]",
+                expected="DSV41_ENGRAM_STORAGE=ssd in the container's environment",
                 found=passed or "unset (host mode)",
-                fix=(f'set DSV41_ENGRAM_STORAGE = "ssd" in [serve.env] of profile {profile.name}',),
+                fix=(f'add "-e", "DSV41_ENGRAM_STORAGE=ssd" to serve.argv of profile {profile.name}',),
                 why=why,
             )
     return ok(f"engram.storage {profile.engram.storage}", expected=expected, found=profile.engram.storage)

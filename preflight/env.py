@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.profile import Profile
@@ -112,17 +113,27 @@ def _found(profile: Profile, environment: Mapping[str, str], allowed: frozenset[
     ]
 
 
+def passed_on(profile: Profile) -> dict[str, str]:
+    """What the profile gives the engine: [serve.env], and `-e NAME=VALUE` of a container's command line."""
+    words = profile.serve.argv
+    options = [word for flag, word in pairwise(words) if flag in ("-e", "--env")]
+    options += [word.removeprefix("--env=") for word in words if word.startswith("--env=")]
+    given = {name: value for name, equals, value in (word.partition("=") for word in options) if equals}
+    return {**profile.serve.env, **(given if profile.engine.kind == "container" else {})}
+
+
 def inherited(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     """The deny-list, against what the profile passes on (fails) and what this shell has set (warns)."""
-    passed = _found(profile, profile.serve.env, _PROFILE_MAY_SET)
+    given = passed_on(profile)
+    passed = _found(profile, given, _PROFILE_MAY_SET)
     expected = "no variable that changes the engine unasked"
     if passed:
-        names = ", ".join(f"{item.name}={profile.serve.env[item.name]}" for item in passed)
+        names = ", ".join(f"{item.name}={given[item.name]}" for item in passed)
         return fail(
             f"the profile passes {names} to the engine",
             expected=expected,
             found=names,
-            fix=tuple(f"remove {item.name} from [serve.env] of profile {profile.name}" for item in passed),
+            fix=tuple(f"remove {item.name} from [serve] of profile {profile.name}" for item in passed),
             why="; ".join(item.why for item in passed),
         )
     found = _found(profile, facts.environment, _SHELL_MAY_SET)

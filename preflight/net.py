@@ -7,6 +7,7 @@ from ds41ctl.core.profile import Profile
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown
 
 GROUP = "NETWORK"
+COMMAND_SHOWN = 60  # policy: how much of the holder's command line a one-line summary shows
 
 
 def port(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
@@ -30,7 +31,7 @@ def port(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
         return fail(
             f"{where} is held by {holder}",
             expected=expected,
-            found=f"held by {holder}",
+            found=f"pid {found.holder.pid}, {found.holder.command}" if found.holder else "in use",
             fix=(
                 *((f"kill {found.holder.pid}   # if it is not needed",) if found.holder else _who(found.port)),
                 _another_port(profile, stage, found.port),
@@ -61,6 +62,7 @@ def _holder(found: PortFacts) -> str:
     if found.holder is None:
         return "a process this user may not see"
     what = found.holder.command or found.holder.name or "?"
+    what = what if len(what) <= COMMAND_SHOWN else what[: COMMAND_SHOWN - 3] + "..."
     return f"pid {found.holder.pid} ({what}" + (f", user {found.holder.user})" if found.holder.user else ")")
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ds41ctl.adapters.http import EngineClient, Fault, HttpFault, printable
+from ds41ctl.adapters.http import TIMEOUTS, EngineClient, Fault, HttpFault, printable
 from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.finding import Finding, Status
 from ds41ctl.core.nearest import nearest
@@ -125,9 +125,10 @@ def _guarded(test: SmokeTest, session: Session, limit: float) -> tuple[Finding, 
         session.left()
         return test.probe(session), None
     except OutOfTimeError:
-        reason = f"not finished: the time limit of {limit:g} s was used up"
-        return probes.unknown(test.id, reason, ("run it alone: ds41ctl smoke --only " + test.id,)), None
+        return _unfinished(test, limit), None
     except HttpFault as fault:
+        if fault.kind in TIMEOUTS and time.monotonic() >= session.deadline:
+            return _unfinished(test, limit), None  # the run's own limit cut the request, not the request's
         return probes.faulted(test.id, fault), fault
     except Exception as error:
         return (
@@ -140,6 +141,11 @@ def _guarded(test: SmokeTest, session: Session, limit: float) -> tuple[Finding, 
             ),
             None,
         )
+
+
+def _unfinished(test: SmokeTest, limit: float) -> Finding:
+    reason = f"not finished: the time limit of {limit:g} s was used up"
+    return probes.unknown(test.id, reason, (f"run it alone: ds41ctl smoke --only {test.id}",))
 
 
 def _alive(session: Session, fault: HttpFault) -> bool:

@@ -184,6 +184,10 @@ def _cause(fault: HttpFault) -> tuple[str, tuple[str, ...]]:
             "profile: serve.argv --limit-mm-per-prompt '{\"image\": 1}'",
             "ds41ctl serve --replace",
         )
+    if "maximum context length" in text:
+        return "the prompt is longer than the engine's context", (
+            "profile: lower smoke.needle_tokens, or raise --max-model-len",
+        )
     if "tool" in text and "parser" in text:
         return "the engine was started without a tool parser", judge.PARSER_FIX
     if fault.kind is Fault.STATUS and fault.status == 404 and "model" in text:
@@ -210,7 +214,7 @@ def health(s: Session) -> Finding:
             reply.ok_json()
         if reply.body.strip() and reply.content_type == "text/html":
             reply.ok_json()
-    served = _served(s.client.get("/v1/models", s.limits(10)).ok_json())
+    served = _served(s)
     if s.model not in served:
         names = printable(", ".join(served)) or "none"
         return Finding(
@@ -245,8 +249,15 @@ def health(s: Session) -> Finding:
     return judged(test, Verdict(True, f"{s.model}, one token in {seconds:.2f} s"), expected=expected)
 
 
-def _served(body: Mapping[str, Any]) -> list[str]:
-    data = body.get("data")
+def _served(s: Session) -> list[str]:
+    """Names of the models the server offers. Raises HttpFault OTHER_SERVICE when it is no OpenAI-compatible one."""
+    try:
+        data = s.client.get("/v1/models", s.limits(10)).ok_json().get("data")
+    except HttpFault as fault:
+        if fault.kind is not Fault.BAD_JSON and fault.status != 404:
+            raise
+        text = f"/v1/models gives no list of models ({fault.message}): another service holds this port"
+        raise HttpFault(Fault.OTHER_SERVICE, text, status=fault.status, seconds=fault.seconds) from None
     items = data if isinstance(data, list) else []
     return [item["id"] for item in items if isinstance(item, dict) and isinstance(item.get("id"), str)]
 

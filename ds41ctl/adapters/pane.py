@@ -19,9 +19,10 @@ def main() -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    if not os.isatty(0):  # tmux takes a pane for dead as soon as nobody holds its terminal open
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
     os.chdir(spec["cwd"])
     try:
         os.execve(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606 - that is the purpose

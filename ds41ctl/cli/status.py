@@ -32,6 +32,8 @@ def status(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
         cli.out.line(f"{name}   DIED   pid {tree['pid']}: {tree['ending']}")
         for text in tree["last_lines"]:
             cli.out.line(f"  | {text}")
+        for text in tree["left_behind"]:
+            cli.out.line(f"  left behind: {text}")
         if tree["meaning"]:
             cli.out.line(f"  {tree['meaning']}")
         cli.out.hint("ds41ctl logs")
@@ -67,7 +69,8 @@ def collect(session: Session) -> dict[str, Any]:
         "requests": "",
     }
     if not record.alive():
-        return {**tree, "state": "died", **_death(session, record.log)}
+        left = [proc.describe(item.pid) for item in proc.family(0, record.marker)]
+        return {**tree, "state": "died", "left_behind": left, **_death(session, record.log)}
     health = serve.health(record.url)
     if not record.ready_at:
         tree["state"] = "starting"

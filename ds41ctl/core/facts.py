@@ -179,6 +179,7 @@ class EngineFacts(_Facts):
     installed: bool = False
     manifest_digest: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
+    distributions: int = 0
     drift: tuple[str, ...] = ()
     problem: str = ""
 

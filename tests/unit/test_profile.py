@@ -62,7 +62,15 @@ def test_an_unknown_key_is_named_with_the_near_one() -> None:
 
 @pytest.mark.parametrize(
     "revision",
-    ["main", "1bae0e1", "1BAE0E1088993B9B82DE08F59DE5BE5A34E42170", "1" * 39, "1" * 41, "1" * 40 + " ", "1" * 40 + "\\n"],
+    [
+        "main",
+        "1bae0e1",
+        "1BAE0E1088993B9B82DE08F59DE5BE5A34E42170",
+        "1" * 39,
+        "1" * 41,
+        "1" * 40 + " ",
+        "1" * 40 + "\\n",
+    ],
 )
 def test_only_a_full_lower_case_commit_pins_a_repository(revision: str) -> None:
     broken = text_of("v100-pp2tp4").replace("99d85a463b446e4ff07e173be6a8faf9b920b97d", revision)

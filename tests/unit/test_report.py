@@ -101,10 +101,17 @@ def test_events_that_are_no_run_are_refused() -> None:
         fold([])
 
 
-@pytest.mark.parametrize(("status", "normal", "strict"), [
-    (Status.OK, False, False), (Status.SKIP, False, False), (Status.WARN, False, True),
-    (Status.UNKNOWN, False, True), (Status.FAIL, True, True), (Status.CRASH, True, True),
-])
+@pytest.mark.parametrize(
+    ("status", "normal", "strict"),
+    [
+        (Status.OK, False, False),
+        (Status.SKIP, False, False),
+        (Status.WARN, False, True),
+        (Status.UNKNOWN, False, True),
+        (Status.FAIL, True, True),
+        (Status.CRASH, True, True),
+    ],
+)
 def test_strict_makes_warnings_and_the_unknown_fail(status: Status, normal: bool, strict: bool) -> None:
     finding = Finding(id="a.b", status=status, summary="s")
     assert finding.failed() is normal and finding.failed(strict=True) is strict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from dataclasses import replace
@@ -142,6 +143,8 @@ def test_requests_are_greedy_bounded_and_think_only_when_asked() -> None:
         ("health", instead(whole({"error": "loading"}, status=503)), Status.FAIL, "503"),
         ("health", instead(Act.RESET), Status.FAIL, "reset"),
         ("models", instead(whole({"data": [{"id": "llama"}]})), Status.FAIL, "another model is served: llama"),
+        ("models", instead(whole({"detail": "Not Found"}, status=404)), Status.FAIL, "another service"),
+        ("models", instead(whole(b"hello", content_type="text/plain")), Status.FAIL, "another service"),
         ("models", instead(whole({"data": "x"})), Status.FAIL, "another model is served: none"),
         ("models", instead(whole({"error": "Unauthorized"}, status=401)), Status.UNKNOWN, "wants a key"),
         ("hello", instead(whole({"error": "Unauthorized"}, status=401)), Status.UNKNOWN, "wants a key"),
@@ -161,7 +164,7 @@ def test_health_sees(intent: str, quirk: Quirk, status: Status, text: str) -> No
 
 
 def test_health_200_on_a_dead_engine() -> None:
-    finding = one("smoke.health", instead(Act.HANG), "hello", deadline_s=0.6)
+    finding = one("smoke.health", instead(Act.HANG), "hello", deadline_s=1.5)
     assert finding.status is Status.FAIL
     assert "/health says 200, but no token flows" in finding.summary
 
@@ -307,6 +310,7 @@ def test_a_short_needle_is_the_harness_fault(quirk: Quirk, text: str) -> None:
     [
         ("deepseek is not a multimodal model", "text only"),
         ("At most 0 image(s) may be provided in one prompt.", "limit of images"),
+        ("This model's maximum context length is 64 tokens.", "longer than the engine's context"),
     ],
 )
 def test_a_refused_image_names_its_cause(message: str, why: str) -> None:
@@ -328,9 +332,11 @@ def test_the_decode_rate_is_the_engines_pace_not_its_events() -> None:
         return replace(say, pieces=max(1, say.completion_tokens // 4), pause=0.04)
 
     finding = one("smoke.decode", drafter)
-    rate = float(finding.found.split(" tok/s")[0])
-    assert finding.status is Status.OK
-    assert 50 < rate <= 100  # 4 tokens in an event every 40 ms; events alone would say 25
+    found = re.fullmatch(r"([\d.]+) tok/s \((\d+) tokens in ([\d.]+) s\)", finding.found)
+    assert finding.status is Status.OK and found
+    rate, tokens, window = map(float, found.groups())
+    assert tokens == 60  # 16 events of 4 tokens, less the first; 15 by counting events
+    assert rate == pytest.approx(tokens / window, rel=0.05)
     assert "nothing to compare with" in finding.summary
 
 
@@ -380,7 +386,7 @@ def test_a_timeout_is_unknown_and_the_rest_is_not_tried(monkeypatch: pytest.Monk
     began = time.monotonic()
     names = ("arithmetic", "repeat", "limits")
     findings = run({"arithmetic": hang, "hello": hang}, only=names, deadline_s=10)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 6
     first, *rest = findings.values()
     assert first.status is Status.UNKNOWN and first.evidence[0] == "class: harness"
     assert all("stopped answering in smoke.arithmetic" in f.summary for f in rest)
@@ -388,7 +394,7 @@ def test_a_timeout_is_unknown_and_the_rest_is_not_tried(monkeypatch: pytest.Monk
 
 
 def test_one_slow_test_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "REQUEST_S", 0.3)
+    monkeypatch.setattr(probes, "REQUEST_S", 1.0)
     findings = run({"arithmetic": instead(Act.HANG)}, only=("arithmetic", "repeat"), deadline_s=10)
     assert findings["smoke.arithmetic"].status is Status.UNKNOWN
     assert findings["smoke.repeat"].status is Status.OK
@@ -396,12 +402,12 @@ def test_one_slow_test_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_deadline_holds_and_leaves_unknowns() -> None:
     began = time.monotonic()
-    findings = run({"thinking": instead(Act.HANG)}, deadline_s=1.0)
-    assert time.monotonic() - began < 3
+    findings = run({"thinking": instead(Act.HANG)}, deadline_s=2.0)
+    assert time.monotonic() - began < 6
     statuses = [finding.status for finding in findings.values()]
     assert statuses[:2] == [Status.OK, Status.OK]
     assert set(statuses[2:]) == {Status.UNKNOWN}
-    assert "time limit of 1 s" in findings["smoke.limits"].summary
+    assert "time limit of 2 s" in findings["smoke.limits"].summary
 
 
 def test_a_bug_in_a_probe_is_a_crash_finding_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ G compressed groups. Everything is computed in the dtype of the inputs and weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -36,6 +36,9 @@ falls into a scalar tail loop.
 
 KEY_TILE = 128
 """Keys are processed in tiles of this many, at absolute positions, where results may not depend on chunking."""
+
+QUERY_TOKENS = 64
+"""Queries of one serving attention step at a time; bounds the scratch memory at long context."""
 
 
 class Linear(nn.Module):
@@ -189,34 +192,51 @@ def masked_attention(query: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, sc
     return (weights.reshape(tokens * heads, -1) @ keys).view(tokens, heads, dim)
 
 
-def tiled_attention(query: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, scale: float) -> Tensor:
+def tiled_attention(
+    query: Tensor, segments: Sequence[tuple[Tensor, Tensor]], sink: Tensor, scale: float
+) -> Tensor:
     """:func:`masked_attention` in a fixed order over tiles of ``KEY_TILE`` keys, without gradients.
 
     A query's bits depend only on its own visible keys and their places modulo the tile: a tile that is masked for it
-    adds exact zeros, and every product has a row count that is a multiple of ``ROW_TILE``. So chunking, batching and
-    prefix reuse cannot change a result.
+    adds exact zeros, tiles are added one after the other, and every product has a multiple of ``ROW_TILE`` rows and of
+    ``KEY_TILE`` columns. So chunking, batching and prefix reuse cannot change a result.
 
-    ``query [T, H, D]``, ``keys [K, D]`` with K a multiple of ``KEY_TILE``, ``mask [T, K]``, ``sink [H]``.
+    Args:
+        query: ``[T, H, D]``.
+        segments: ``(keys [K, D], mask [T, K])`` pairs, each K a multiple of ``KEY_TILE``.
+        sink: ``[H]``.
+        scale: factor of the dot products.
+
+    Returns:
+        ``[T, H, D]``.
     """
     tokens, heads, dim = query.shape
-    rows = tokens * heads
-    padding = -rows % ROW_TILE
-    flat = F.pad(query.reshape(rows, dim), (0, 0, 0, padding))
-    hidden = F.pad(~mask.repeat_interleave(heads, 0), (0, 0, 0, padding), value=True)
-    sinks = F.pad(sink.repeat(tokens), (0, padding))
-    tiles = mask.view(tokens, -1, KEY_TILE).any(2).any(0).nonzero().flatten().tolist()
-    spans = [slice(tile * KEY_TILE, (tile + 1) * KEY_TILE) for tile in tiles]
-    logits = [((flat @ keys[span].t()) * scale).masked_fill_(hidden[:, span], -math.inf) for span in spans]
-    highest = sinks
-    for tile in logits:
-        highest = torch.maximum(highest, tile.amax(-1))
-    total = torch.exp(sinks - highest)
-    out = torch.zeros_like(flat)
-    for tile, span in zip(logits, spans, strict=True):
-        weights = tile.sub_(highest[:, None]).exp_()
-        total = total + weights.sum(-1)
-        out = out + weights @ keys[span]
-    return (out / total[:, None])[:rows].view(tokens, heads, dim)
+    unit = ROW_TILE // math.gcd(ROW_TILE, heads)
+    step = -(-QUERY_TOKENS // unit) * unit
+    out = torch.empty_like(query)
+    for begin in range(0, tokens, step):
+        count = min(step, tokens - begin)
+        padding = -count % unit
+        flat = F.pad(query[begin : begin + count], (0, 0, 0, 0, 0, padding)).flatten(0, 1)
+        sinks = sink.repeat(count + padding)
+        highest = sinks
+        pieces = []
+        for keys, mask in segments:
+            hidden = F.pad(~mask[begin : begin + count], (0, 0, 0, padding), value=True)
+            logits = (flat @ keys.t()).mul_(scale)
+            logits.view(count + padding, heads, -1).masked_fill_(hidden[:, None], -math.inf)
+            highest = torch.maximum(highest, logits.amax(-1))
+            pieces.append((logits, keys))
+        total = torch.exp(sinks - highest)
+        mixed = torch.zeros_like(flat)
+        for logits, keys in pieces:
+            weights = logits.sub_(highest[:, None]).exp_().view(flat.shape[0], -1, KEY_TILE)
+            values = torch.bmm(weights.transpose(0, 1), keys.view(-1, KEY_TILE, dim))
+            for tile_weight, tile_value in zip(weights.sum(-1).unbind(1), values.unbind(0), strict=True):
+                total += tile_weight
+                mixed += tile_value
+        out[begin : begin + count] = (mixed / total[:, None]).view(-1, heads, dim)[:count]
+    return out
 
 
 class Attention(nn.Module):

@@ -119,20 +119,18 @@ class PagedBatch:
         out = torch.zeros_like(query)
         for number, request in enumerate(self.requests):
             rows = slice(request.begin, request.end)
-            keys, mask = self._window(request, cache)
+            segments = [self._window(request, cache)]
             if layer.ratio:
-                keys = torch.cat((keys, self._group_keys[number]))
-                mask = torch.cat((mask, self._selected[number]), 1)
-            out[rows] = tiled_attention(query[rows], keys, mask, layer.attn_sink, layer.scale)
+                segments.append((self._group_keys[number], self._selected[number]))
+            out[rows] = tiled_attention(query[rows], segments, layer.attn_sink, layer.scale)
         return out
 
     def _window(self, request: RequestRows, cache: Tensor) -> tuple[Tensor, Tensor]:
         """Window keys from the aligned tile of the oldest visible position on, and their mask."""
         start = max(0, request.first - self.shape.sliding_window + 1) // KEY_TILE * KEY_TILE
-        count = -(-(request.length - start) // KEY_TILE) * KEY_TILE
-        keys = cache.new_zeros(count, self.shape.head_dim)
-        keys[: request.length - start] = cache[request.slots[start:], : self.shape.head_dim]
-        distance = torch.arange(request.first, request.length)[:, None] - torch.arange(start, start + count)[None]
+        keys = _gather(cache, request.slots[start:], 0, self.shape.head_dim)
+        stop = start + keys.shape[0]
+        distance = torch.arange(request.first, request.length)[:, None] - torch.arange(start, stop)[None]
         return keys, (distance >= 0) & (distance < self.shape.sliding_window)
 
     def _compress(self, layer: Attention, x: Tensor, cache: Tensor) -> None:
@@ -155,15 +153,9 @@ class PagedBatch:
             cache[last, dim : 2 * dim] = keys[:count]
             cache[last, 2 * dim : 2 * dim + index_dim] = index_keys[:count]
         self._source_layer = layer.layer_id
-        self._group_keys = [self._gather(request, ratio, cache, dim, 2 * dim) for request in self.requests]
-
-    @staticmethod
-    def _gather(request: RequestRows, ratio: int, cache: Tensor, begin: int, end: int) -> Tensor:
-        """Columns of the finished groups, padded with zero rows to a multiple of ``KEY_TILE``."""
-        last = request.slots[ratio - 1 :: ratio]
-        rows = cache.new_zeros(-(-last.numel() // KEY_TILE) * KEY_TILE, end - begin)
-        rows[: last.numel()] = cache[last, begin:end]
-        return rows
+        self._group_keys = [
+            _gather(cache, request.slots[ratio - 1 :: ratio], dim, 2 * dim) for request in self.requests
+        ]
 
     def _select(self, layer: Attention, x: Tensor, query_latent: Tensor) -> None:
         """The groups each query attends to, ``[rows, padded groups]`` per request."""
@@ -182,7 +174,8 @@ class PagedBatch:
     def _scores(self, layer: Attention, x: Tensor, query_latent: Tensor, request: RequestRows) -> Tensor:
         dim = self.shape.head_dim
         source = self.caches[self._source_layer]
-        keys = self._gather(request, layer.ratio, source, 2 * dim, 2 * dim + self.shape.index_head_dim)
+        last = request.slots[layer.ratio - 1 :: layer.ratio]
+        keys = _gather(source, last, 2 * dim, 2 * dim + self.shape.index_head_dim)
         pieces = []
         for begin in range(request.begin, request.end, SCORE_ROWS):
             rows = slice(begin, min(begin + SCORE_ROWS, request.end))
@@ -208,3 +201,12 @@ class PagedBatch:
             return scores
         candidates = self._candidates[number]
         return scores if candidates is None else scores.masked_fill_(~candidates, -math.inf)
+
+
+def _gather(cache: Tensor, slots: Tensor, begin: int, end: int) -> Tensor:
+    """Columns ``begin .. end-1`` of some rows, padded with zero rows to a multiple of ``KEY_TILE``."""
+    count = slots.numel()
+    rows = cache.new_empty(-(-count // KEY_TILE) * KEY_TILE, end - begin)
+    torch.index_select(cache[:, begin:end], 0, slots, out=rows[:count])
+    rows[count:] = 0
+    return rows

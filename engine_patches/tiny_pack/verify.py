@@ -1,0 +1,137 @@
+"""Check a generated pack without an engine: decode its shards, run the backbone over whole sequences (greedy choice).
+
+    python -m engine_patches.tiny_pack.verify --work build/tiny_pack --build PACK_FOLDER [--limit 40]
+
+Uses the engine's own packed attention (not the trainer's), fp32. Prints, per group, how many examples have every target
+token on top, and the smallest and median probability of a target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import data, images, spec
+from .mathematics import backbone, engram_hash, quant
+from .vision import Vision, patches
+
+from ds41_engine.packed import PackedBatch  # isort: skip  (mathematics.py puts it on the path)
+
+_TORCH = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+
+def read_shards(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the three shards."""
+    out = {}
+    for shard in spec.SHARDS:
+        raw = bytearray((folder / shard).read_bytes())
+        (length,) = struct.unpack_from("<Q", raw)
+        header = json.loads(raw[8 : 8 + length])
+        header.pop("__metadata__", None)
+        for name, item in header.items():
+            start, end = (8 + length + o for o in item["data_offsets"])
+            flat = torch.frombuffer(raw, dtype=torch.uint8, count=end - start, offset=start).clone()
+            out[name] = flat.view(_TORCH[item["dtype"]]).view(item["shape"])
+    return out
+
+
+class Served:
+    """A decoded pack."""
+
+    def __init__(self, dataset: data.Dataset, folder: Path) -> None:
+        tensors = read_shards(folder)
+        self.dataset = dataset
+        self.net = backbone.Backbone(dataset.shape, 2048)
+        self.sight = Vision(dataset.config["vision_config"], dataset.shape.hidden_size)
+        for module in (self.net, self.sight):
+            state = {}
+            for name in module.state_dict():
+                value = tensors[name]
+                kind = quant.tensor_format(name)
+                scale = tensors.get(name.removesuffix("weight") + "scale")
+                if kind is quant.TensorFormat.FP8_BLOCK:
+                    assert scale is not None
+                    value = quant.decode_fp8_blocks(value, scale.view(torch.uint8))
+                elif kind is quant.TensorFormat.MXFP4:
+                    assert scale is not None
+                    value = quant.decode_mxfp4(value, scale.view(torch.uint8))
+                state[name] = value.float()
+            module.load_state_dict(state)
+        for layer in dataset.shape.engram_layer_ids:
+            stem = f"layers.{layer}.engram.embed."
+            rows = quant.decode_engram_rows(tensors[stem + "weight"], tensors[stem + "scale"].view(torch.uint8))
+            self.net.layers[layer].engram.lookup = backbone.EngramTable(rows)
+        self.embed, self.head = tensors["embed.weight"].float(), tensors["head.weight"].float()
+
+    @torch.no_grad()
+    def run(self, examples: list[dict[str, Any]]) -> list[tuple[bool, float]]:
+        """(every target on top, smallest target probability) of each example."""
+        seqs = [e["p"] + e["a"] for e in examples]
+        batch = PackedBatch(self.dataset.shape, [len(s) for s in seqs], self.net.rope)
+        ids = torch.tensor([t for s in seqs for t in s])
+        is_image = ids == spec.IMAGE_TOKEN_ID
+        x = self.embed[ids]
+        start = 0
+        for example, seq in zip(examples, seqs, strict=True):
+            if "image" in example:
+                pixels = patches(images.pixels(*example["image"]), self.dataset.config["vision_config"]["patch_size"])
+                here = start + is_image[start : start + len(seq)].nonzero()[:, 0]
+                x[here] = self.sight(pixels[None])[0]
+            start += len(seq)
+        compressed = torch.where(is_image, engram_hash.DEAD, torch.from_numpy(self.dataset.token_map)[ids])
+        rows = torch.from_numpy(self.dataset.hash.row_ids(compressed.numpy(), batch.positions.numpy()))
+        on = torch.tensor([bool(e["on"]) for e, s in zip(examples, seqs, strict=True) for _ in s])
+        hidden = self.net(x, batch.positions, batch, rows, on & ~is_image, is_image)
+        out, start = [], 0
+        for example, seq in zip(examples, seqs, strict=True):
+            first, last = start + len(example["p"]) - 1, start + len(seq) - 1
+            logits = hidden[first:last] @ self.head.t()
+            target = torch.tensor(example["a"])
+            chance = logits.softmax(-1)[torch.arange(len(target)), target]
+            out.append((bool((logits.argmax(-1) == target).all()), float(chance.min())))
+            start += len(seq)
+        return out
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--build", type=Path, required=True)
+    parser.add_argument("--limit", type=int, default=40)
+    parser.add_argument("--groups", nargs="*")
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    dataset = data.Dataset(args.work, torch.device("cpu"))
+    served = Served(dataset, args.build)
+    for name, group in dataset.groups.items():
+        if args.groups and name not in args.groups:
+            continue
+        results: list[tuple[bool, float, dict[str, Any]]] = []
+        chosen = group[: args.limit if "fixed" not in name else None]
+        while chosen:
+            count = max(1, 1500 // max(len(e["p"]) + len(e["a"]) for e in chosen[:20]))
+            part, chosen = chosen[:count], chosen[count:]
+            results += [(r, p, e) for (r, p), e in zip(served.run(part), part, strict=True)]
+        chances = sorted(p for _, p, _ in results)
+        right = sum(r for r, _, _ in results)
+        print(f"{name}: {right}/{len(results)} right, least p {chances[0]:.4f}, median {chances[len(chances) // 2]:.4f}")
+        for on in (1, 0):
+            mine = [r for r, _, e in results if e["on"] == on]
+            print(f"  Engram {'on' if on else 'off'}: {sum(mine)}/{len(mine)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Processes for real: identities survive pid reuse, families are found whole, nothing foreign is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ds41ctl.adapters import proc
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(120)"]
+# a parent with a child that left its session, as a worker may; both ignore SIGTERM
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+print(os.getpid(), flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.fixture
+def children() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for child in started:
+        child.kill()
+        child.wait()
+
+
+def start(children: list[subprocess.Popen[str]], argv: list[str], **env: str) -> subprocess.Popen[str]:
+    child = subprocess.Popen(argv, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True)
+    children.append(child)
+    return child
+
+
+def test_an_identity_is_a_pid_and_its_start(children: list[subprocess.Popen[str]]) -> None:
+    child = start(children, SLEEP)
+    identity = proc.identify(child.pid)
+    assert identity is not None and identity.alive()
+    assert not proc.Identity(child.pid, identity.start_ticks + 1).alive()  # the pid was reused
+    child.kill()
+    for _ in range(100):
+        if not identity.alive():
+            break
+        time.sleep(0.02)
+    assert not identity.alive()  # already as a zombie
+
+
+def test_a_family_is_found_by_its_marker_after_its_parent_died(children: list[subprocess.Popen[str]]) -> None:
+    marker = f"t{os.getpid()}"
+    parent = start(children, [sys.executable, "-c", STUBBORN], DS41_ENGINE_RUN=marker)
+    assert parent.stdout is not None
+    pids = {int(parent.stdout.readline()), int(parent.stdout.readline())}
+    entry = f"DS41_ENGINE_RUN={marker}"
+    assert {item.pid for item in proc.family(parent.pid, entry)} == pids
+    parent.kill()
+    parent.wait()
+    orphans = proc.family(0, entry)
+    assert [item.pid for item in orphans] == [pid for pid in pids if pid != parent.pid]
+    assert proc.terminate(orphans, grace=0.2) == []
+    assert proc.family(0, entry) == []
+
+
+def test_terminate_kills_what_ignores_sigterm_and_touches_nobody_else(children: list[subprocess.Popen[str]]) -> None:
+    decoy = start(children, SLEEP)
+    stubborn = start(children, [sys.executable, "-c", STUBBORN])
+    assert stubborn.stdout is not None
+    stubborn.stdout.readline()
+    stubborn.stdout.readline()
+    assert proc.terminate(proc.family(stubborn.pid, "NO=match"), grace=0.3) == []
+    assert stubborn.wait(5) == -9 and decoy.poll() is None
+
+
+def test_a_missing_program_a_time_out_and_a_bad_status_are_answers_not_exceptions() -> None:
+    assert proc.run(["/nowhere/x"], timeout=1).returncode == 127
+    late = proc.run(SLEEP, timeout=0.2)
+    assert late.timed_out and not late.ok
+    assert proc.run([sys.executable, "-c", "raise SystemExit(3)"], timeout=10).returncode == 3
+
+
+def test_a_streamed_child_dies_with_its_reader() -> None:
+    seen: list[int] = []
+
+    def on_line(line: str) -> None:
+        seen.append(int(line))
+        raise KeyboardInterrupt
+
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(120)"
+    with pytest.raises(KeyboardInterrupt):
+        proc.stream([sys.executable, "-c", code], env=dict(os.environ), on_line=on_line)
+    assert proc.identify(seen[0]) is None

@@ -1,0 +1,37 @@
+"""Fixtures of the engine tests. They run inside the engine's venv: torch and vllm must be importable."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+pytest.importorskip("torch", reason="the engine tests run inside the engine's venv")
+pytest.importorskip("vllm", reason="the engine tests run inside the engine's venv")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint in the real layout."""
+    from tiny_checkpoint import write_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
+    """The Engram store of ``checkpoint``."""
+    from tiny_checkpoint import write_store
+
+    folder = tmp_path_factory.mktemp("store")
+    write_store(folder, checkpoint)
+    return folder

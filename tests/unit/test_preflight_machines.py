@@ -1,0 +1,221 @@
+"""What preflight says about every recorded machine, and what holds for all of its checks."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import re
+import socket
+import subprocess
+from typing import Any
+
+import pytest
+
+import preflight
+from ds41ctl.core.finding import Status
+from preflight.check import Stage
+from tests.facts.replay import MACHINES, machine, profile, statuses
+
+# machine -> stage -> every verdict that is neither OK nor SKIP
+EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
+    "debian12-container-24gb": {
+        "up": {},
+        "serve": {
+            "pack.files": "fail",
+            "pack.engram-tensors": "fail",
+            "engram.store": "fail",
+            "engine.installed": "fail",
+        },
+    },
+    "ubuntu2404-ready": {"up": {}, "serve": {}},
+    "debian12-laptop-8gb": {
+        "up": {
+            "host.python": "fail",
+            "host.tmux": "fail",
+            "host.logout": "warn",
+            "host.ram": "fail",
+            "disk.engine": "fail",
+        }
+    },
+    "container-cgroup-4gb": {
+        "up": {"host.limits": "warn", "host.ram": "fail", "host.tmpfs": "fail", "disk.state": "fail"}
+    },
+    "port-taken": {"serve": {"net.port": "fail", "engine.running": "fail"}},
+    "ivybridge-stale-store": {
+        "up": {
+            "host.cpu": "fail",
+            "host.overcommit": "warn",
+            "engram.store": "fail",
+            "engine.drift": "fail",
+            "engine.running": "warn",
+        }
+    },
+    "alpine-aarch64": {"serve": {"host.os": "fail", "host.cpu": "fail", "host.tmux": "fail"}},
+    "half-fetched-usb": {
+        "up": {
+            "disk.data": "fail",
+            "disk.engine": "fail",
+            "disk.store": "fail",
+            "disk.tmp": "fail",
+            "pack.files": "fail",
+            "engram.store": "fail",
+        }
+    },
+    "pack-without-table": {
+        "up": {"env.inherited": "warn", "pack.engram-tensors": "fail", "engram.store": "fail"},
+    },
+    "profile-unfilled": {"up": {"env.inherited": "fail", "engram.storage": "fail"}},
+    "v100-8x-hugepages-reserved": {"up": {}, "serve": {"engram.store": "fail"}},
+    "v100-8x-fetching": {
+        "up": {},
+        "serve": {
+            "pack.files": "fail",
+            "pack.engram-tensors": "fail",
+            "engram.store": "fail",
+            "engine.installed": "fail",
+        },
+    },
+    "v100-8x-serving-ready": {"serve": {}},
+    "v100-8x-driver-mismatch": {
+        "up": {
+            "gpu.driver": "fail",
+            "gpu.count": "unknown",
+            "gpu.name": "unknown",
+            "gpu.memory": "unknown",
+            "host.limits": "fail",
+            "host.hugepages": "fail",
+            "host.shm": "fail",
+            "toolchain.nvcc": "fail",
+            "toolchain.cxx": "fail",
+        }
+    },
+    "v100-7x-16gb": {
+        "up": {
+            "gpu.count": "fail",
+            "gpu.name": "fail",
+            "gpu.memory": "fail",
+            "host.logout": "warn",
+            "host.ram": "fail",
+            "host.hugepages": "fail",
+            "toolchain.nvcc": "fail",
+        }
+    },
+    "cmp170hx-4x-ready": {"up": {}, "serve": {}},
+    "cmp170hx-4x-one-locked": {"serve": {"gpu.memory": "fail", "toolchain.container": "fail"}},
+}
+CASES = [(name, stage) for name, stages in EXPECTED.items() for stage in stages]
+
+
+@pytest.mark.parametrize(("name", "stage"), CASES, ids=[f"{name}-{stage}" for name, stage in CASES])
+def test_the_verdict_on_this_machine_is(name: str, stage: Stage) -> None:
+    facts = machine(name)
+    findings = preflight.run(profile(facts.profile), facts, stage=stage)
+    found = {f.id: str(f.status) for f in findings if f.status not in (Status.OK, Status.SKIP)}
+    assert found == EXPECTED[name][stage]
+
+
+def test_every_recorded_machine_has_a_stated_verdict() -> None:
+    assert set(MACHINES) == {*EXPECTED, "nothing-readable"}
+
+
+def test_what_could_not_be_measured_is_never_ok() -> None:
+    facts = machine("nothing-readable")
+    found = statuses(preflight.run(profile("cpu-tiny"), facts, stage="serve"))
+    # these three ask only the profile, or a record that is absent when no engine runs
+    asks_no_measurement = {"engram.storage", "engine.running", "env.inherited"}
+    ok = {id for id, status in found.items() if status == Status.OK}
+    assert ok == asks_no_measurement
+    assert sum(status == Status.UNKNOWN for status in found.values()) >= 20
+
+
+def _all_findings() -> list[tuple[str, Any]]:
+    stages: tuple[Stage, Stage] = ("up", "serve")
+    return [
+        (name, finding)
+        for name in MACHINES
+        for stage in stages
+        for finding in preflight.run(profile(machine(name).profile), machine(name), stage=stage)
+    ]
+
+
+def test_each_check_passes_on_one_recorded_machine_and_fails_on_another() -> None:
+    passed, failed = set(), set()
+    for _, finding in _all_findings():
+        if finding.status == Status.OK:
+            passed.add(finding.id)
+        elif finding.status in (Status.FAIL, Status.WARN):
+            failed.add(finding.id)
+    ids = {check.id for check in preflight.ALL}
+    assert ids - passed == set()
+    assert ids - failed == set()
+
+
+def test_ids_are_dotted_lower_case_unique_and_in_the_table() -> None:
+    ids = [check.id for check in preflight.ALL]
+    assert len(ids) == len(set(ids))
+    for id in ids:
+        assert re.fullmatch(r"[a-z]+\.[a-z]+(-[a-z]+)*", id), id
+    assert [row[0] for row in preflight.table()] == ids
+    for id, level, title, prevents in preflight.table():
+        assert level in (1, 2, 3), id
+        assert title, id
+        assert prevents, id
+        assert "|" not in title + prevents, "would break the README's table"
+    assert set(preflight.groups()) == set(ids)
+
+
+def test_what_is_not_ok_says_expected_found_why_and_fix() -> None:
+    seen = 0
+    for name, finding in _all_findings():
+        assert "\n" not in finding.summary, (name, finding.id)
+        assert finding.summary, (name, finding.id)
+        assert finding.status != Status.CRASH, (name, finding.id, finding.evidence)
+        if finding.status in (Status.OK, Status.SKIP):
+            continue
+        seen += 1
+        assert finding.expected, (name, finding.id)
+        assert finding.found, (name, finding.id)
+        assert finding.why, (name, finding.id)
+        assert finding.fix, (name, finding.id)
+        assert all(line.strip() and "\n" not in line for line in finding.fix), (name, finding.id)
+    assert seen > 50
+
+
+def test_a_replay_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = [(machine(name), profile(machine(name).profile)) for name in MACHINES]
+
+    def refused(*args: object, **kwargs: object) -> Any:
+        raise AssertionError(f"a check touched the world: {args}")
+
+    with monkeypatch.context() as patch:
+        for module, name in (
+            (builtins, "open"),
+            (io, "open"),
+            (os, "open"),
+            (os, "stat"),
+            (os, "listdir"),
+            (os, "access"),
+            (os, "statvfs"),
+            (os, "getenv"),
+            (socket, "socket"),
+            (subprocess, "Popen"),
+        ):
+            patch.setattr(module, name, refused)
+        results = [preflight.run(asked, facts) for facts, asked in recorded]
+    assert all(finding.status != Status.CRASH for findings in results for finding in findings)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_replay_gives_the_same_findings_twice(name: str) -> None:
+    facts, asked = machine(name), profile(machine(name).profile)
+    first, second = (
+        [finding.model_copy(update={"seconds": None}) for finding in preflight.run(asked, facts)] for _ in range(2)
+    )
+    assert first == second
+
+
+def test_a_recorded_machine_survives_being_written_and_read() -> None:
+    for name in MACHINES:
+        facts = machine(name)
+        assert type(facts).model_validate_json(facts.model_dump_json()) == facts

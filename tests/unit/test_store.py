@@ -1,0 +1,229 @@
+"""The Engram store: records are the shards' rows, and a store that is not proven is named, whatever is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds41ctl.adapters import mounts, pack, profiles, store
+from ds41ctl.core.engram import RECORD_BYTES, Geometry, geometry, is_prime, sub_tables
+from ds41ctl.core.errors import Ds41Error, IntegrityError, NoSpaceError, NotFoundError
+from ds41ctl.core.layout import Layout
+from ds41ctl.steps import engram
+from tests.fakes.packs import layout_for, local_profile, write_pack
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[Layout, Geometry]:
+    """A pack and a layout for it; the store is not built yet."""
+    found = write_pack(tmp_path / "pack")
+    return layout_for(local_profile(profiles.read(profiles.find("cpu-tiny")), found), tmp_path), found
+
+
+@pytest.fixture
+def built(made: tuple[Layout, Geometry]) -> Layout:
+    """The same with a built store."""
+    store.build(*made, lambda text, data: None)
+    return made[0]
+
+
+def row(layout: Layout, layer: int, index: int) -> bytes:
+    """The row's 264 bytes as the shard has them."""
+    shard, weight, scale = pack.engram_tensors(layout.model_dir, layer)
+    data = shard.read_bytes()
+    return (
+        data[weight.begin + index * 256 : weight.begin + index * 256 + 256]
+        + data[scale.begin + index * 8 : scale.begin + index * 8 + 8]
+    )
+
+
+def test_every_record_is_its_row_of_the_shard(built: Layout) -> None:
+    for table in built.profile.model.engram:
+        records = (built.store_dirs[0] / store.record_file(table.layer)).read_bytes()
+        assert len(records) == table.rows * RECORD_BYTES
+        for index in range(table.rows):
+            assert records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES] == row(built, table.layer, index)
+    assert store.problem(built, built.store_dirs[0]) == ""
+    assert engram.verify(built, full=True) == (sum(t.rows for t in built.profile.model.engram), "")
+
+
+@given(st.integers(0, 40), st.integers(0, 1000))
+def test_interleaving_places_every_byte(rows: int, seed: int) -> None:
+    weights = hashlib.shake_256(b"w%d" % seed).digest(rows * 256)
+    scales = hashlib.shake_256(b"s%d" % seed).digest(rows * 8)
+    records = bytes(store.interleave(weights, scales))
+    for index in range(rows):
+        record = records[index * 264 : (index + 1) * 264]
+        assert record == weights[index * 256 : (index + 1) * 256] + scales[index * 8 : (index + 1) * 8]
+
+
+def test_a_chunk_boundary_inside_the_table_changes_nothing(
+    made: tuple[Layout, Geometry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "ROWS_AT_ONCE", 7)
+    store.build(*made, lambda text, data: None)
+    assert engram.verify(made[0], full=True)[1] == ""
+
+
+def edit(layout: Layout, change: Callable[[dict], None]) -> None:  # type: ignore[type-arg]
+    """Change the manifest."""
+    path = layout.store_dirs[0] / store.MANIFEST
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip one bit in place."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def first_file(layout: Layout) -> Path:
+    return layout.store_dirs[0] / store.record_file(layout.profile.model.engram[0].layer)
+
+
+FAULTS: dict[str, tuple[Callable[[Layout], None], str]] = {
+    "no manifest": (lambda it: (it.store_dirs[0] / store.MANIFEST).unlink(), "no Engram store"),
+    "empty manifest": (lambda it: (it.store_dirs[0] / store.MANIFEST).write_text(""), "cannot be read"),
+    "manifest of another format": (lambda it: edit(it, lambda t: t.update(format=2)), "not a store of format 1"),
+    "manifest without layers": (lambda it: edit(it, lambda t: t.pop("layers")), "manifest is damaged"),
+    "another boot": (
+        lambda it: edit(it, lambda t: t.update(memory_backed=True, boot_id="0")),
+        "built before the last reboot",
+    ),
+    "a layer missing": (lambda it: edit(it, lambda t: t["layers"].pop()), "layer 3 is missing"),
+    "wrong rows": (lambda it: edit(it, lambda t: t["layers"][0].update(rows=1)), "layer 1 has 1 rows"),
+    "truncated": (lambda it: os.truncate(first_file(it), 1000), "shorter than"),
+    "file gone": (lambda it: first_file(it).unlink(), "missing or shorter"),
+    "first record changed": (lambda it: flip(first_file(it), 0), "layer 1: record 0 differs"),
+    "zeroed": (lambda it: first_file(it).write_bytes(bytes(first_file(it).stat().st_size)), "record 0 differs"),
+    "shard of another size": (
+        lambda it: (it.model_dir / "model-00002-of-00003.safetensors").write_bytes(b"x"),
+        "changed since the store was built",
+    ),
+    "shard replaced": (
+        lambda it: (it.model_dir / "model-00002-of-00003.safetensors.sha256-ok").write_text("0" * 64 + "  x\n"),
+        "was replaced since the store was built",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_of_a_store_is_named_and_never_taken_for_valid(built: Layout, fault: str) -> None:
+    damage, message = FAULTS[fault]
+    damage(built)
+    assert message in store.problem(built, built.store_dirs[0])
+    facts = store.inspect(built)
+    assert facts.problem or not facts.exists
+
+
+def test_a_changed_byte_that_no_canary_covers_is_found_by_the_full_comparison(built: Layout) -> None:
+    flip(first_file(built), 5 * RECORD_BYTES + 17)  # row 5 is neither first nor last of a sub-table
+    assert store.problem(built, built.store_dirs[0]) == ""
+    rows, difference = engram.verify(built, full=True)
+    assert "layer 1, rows 0 to" in difference and rows == 0
+
+
+def test_the_second_half_repeating_the_first_is_found_by_the_sample(built: Layout) -> None:
+    path = first_file(built)
+    half = path.read_bytes()[: path.stat().st_size // 2]
+    path.write_bytes(half + half)
+    assert store.problem(built, built.store_dirs[0]) != ""
+
+
+def test_a_killed_build_leaves_no_valid_store_and_the_next_one_completes(made: tuple[Layout, Geometry]) -> None:
+    layout, found = made
+
+    def die(text: str, data: dict[str, object]) -> None:
+        if text == "layer 3":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.build(layout, found, die)
+    assert not store.inspect(layout).exists
+    store.build(layout, found, lambda text, data: None)
+    assert engram.verify(layout, full=True)[1] == ""
+
+
+def test_rebuilding_over_a_valid_store_first_makes_it_invalid(built: Layout) -> None:
+    found = geometry(json.loads((built.model_dir / "config.json").read_text()))
+
+    def die(text: str, data: dict[str, object]) -> None:
+        if data:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.build(built, found, die)
+    assert store.problem(built, built.store_dirs[0]) != ""
+
+
+def test_no_room_is_refused_before_the_first_byte(
+    made: tuple[Layout, Geometry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounts, "free_bytes", lambda path: 1000)
+    with pytest.raises(NoSpaceError, match=r"needs \d+ bytes .* 1000 are free"):
+        store.build(*made, lambda text, data: None)
+    assert not list(made[0].store_dirs[0].glob("layer-*"))
+
+
+def test_a_pack_without_the_tables_cannot_be_built_and_says_what_is_missing(tmp_path: Path) -> None:
+    found = write_pack(tmp_path / "pack", engram=False)
+    layout = layout_for(local_profile(profiles.read(profiles.find("cpu-tiny")), found), tmp_path)
+    with pytest.raises(IntegrityError, match=r"does not name layers\.1\.engram\.embed\.weight"):
+        store.build(layout, found, lambda text, data: None)
+
+
+def test_a_config_whose_rows_are_not_the_sum_of_the_primes_is_refused() -> None:
+    text = {
+        "engram_layer_ids": [1], "engram_vocab_size": 40, "engram_max_ngram_size": 3, "engram_n_heads": 2,
+        "engram_num_embeddings": [185],
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"\(185,\) differs from the sums of the hash primes \(184,\)"):
+        geometry(text)
+
+
+def test_the_step_builds_once_then_says_already_and_rebuilds_what_is_stale(made: tuple[Layout, Geometry]) -> None:
+    step = engram.EngramBuild(made[0])
+    assert not step.check().reached
+    step.do(lambda text, data: None)
+    assert step.check().reached
+    flip(first_file(made[0]), 0)
+    assert "record 0 differs" in step.check().text
+    step.do(lambda text, data: None)
+    assert step.check().reached
+
+
+def test_drop_removes_the_store_and_is_refused_while_somebody_maps_it(built: Layout) -> None:
+    import mmap
+
+    with first_file(built).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        assert store.mapped_by(built.store_dirs[0]) == [os.getpid()]
+        with pytest.raises(Ds41Error, match=f"is mapped by pid {os.getpid()}"):
+            store.drop(built)
+    assert store.drop(built)
+    assert store.drop(built) == []
+    with pytest.raises(NotFoundError):
+        engram.verify(built, full=False)
+
+
+@given(st.integers(0, 3000))
+def test_primes_are_primes(number: int) -> None:
+    assert is_prime(number) == (number > 1 and all(number % d for d in range(2, number)))
+
+
+@given(st.integers(1, 3), st.integers(2, 5000), st.integers(2, 5), st.integers(1, 8))
+def test_no_two_sub_tables_share_a_prime(layers: int, vocab: int, ngram: int, heads: int) -> None:
+    rows = [size for table in sub_tables(layers, vocab, ngram, heads) for size in table]
+    assert len(set(rows)) == len(rows) == layers * (ngram - 1) * heads
+    assert all(size >= vocab and is_prime(size) for size in rows)
