@@ -175,17 +175,56 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress) -> N
         )
     folder = layout.engine_dir
     made_from = wanted(layout)
+    env = _install_env(environ)
+    previous = read_manifest(folder)
     (folder / MANIFEST).unlink(missing_ok=True)
+    if previous is not None and _only_plugin_changed(folder, previous, made_from):
+        progress("ds41_engine", {})
+        _install_plugin(_pip_argv(folder), env, progress)
+    else:
+        _install_all(layout, env, progress)
+    progress("compiling bytecode", {})
+    site = _site_packages(folder)
+    # bytecode halves the engine's start; a file of another Python version that does not compile is not a fault
+    python = str(folder / "venv" / "bin" / "python")
+    proc.stream([python, "-m", "compileall", "-q", "-j", "0", str(site)], env=env, on_line=lambda line: None)
+    files.publish_json(
+        folder / MANIFEST,
+        {
+            "format": FORMAT,
+            "engine": engine.name,
+            "made_from": made_from,
+            "installed_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "distributions": _distributions(site),
+        },
+    )
+
+
+def _only_plugin_changed(folder: Path, previous: dict[str, Any], made_from: dict[str, str]) -> bool:
+    """True when the venv is as its manifest says and differs from what is wanted by our plugin's source alone."""
+    before = previous["made_from"]
+    if {key for key in made_from if before.get(key) != made_from[key]} != {"plugin_sha256"}:
+        return False
+    try:
+        return _distributions(_site_packages(folder)) == previous["distributions"]
+    except Ds41Error:
+        return False
+
+
+def _pip_argv(folder: Path) -> list[str]:
+    return [str(folder / "venv" / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+
+
+def _install_all(layout: Layout, env: dict[str, str], progress: Progress) -> None:
+    engine, folder = layout.profile.engine, layout.engine_dir
     venv = folder / "venv"
     if venv.exists():
         progress("removing the previous or interrupted venv", {})
         shutil.rmtree(venv)
     folder.mkdir(parents=True, exist_ok=True)
-    env = _install_env(environ)
     progress(f"venv with Python {default_python()}", {})
     _pip([sys.executable, "-m", "venv", str(venv)], env, progress, "making the venv")
-    python = str(venv / "bin" / "python")
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    pip = _pip_argv(folder)
     quiet = ["install", "--no-deps", "--no-compile", "--only-binary=:all:", "--progress-bar=off"]
     progress("pip with support for the lock's digests", {})
     _pip([*pip, "install", "--progress-bar=off", "pip>=25"], env, progress, "updating pip")
@@ -207,25 +246,7 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress) -> N
     )
     if engine.plugin:
         progress("ds41_engine", {})
-        _install_plugin(
-            [*pip, "install", "--no-deps", "--no-compile", "--no-build-isolation", "--progress-bar=off"],
-            env,
-            progress,
-        )
-    progress("compiling bytecode", {})
-    site = _site_packages(folder)
-    # bytecode halves the engine's start; a file of another Python version that does not compile is not a fault
-    proc.stream([python, "-m", "compileall", "-q", "-j", "0", str(site)], env=env, on_line=lambda line: None)
-    files.publish_json(
-        folder / MANIFEST,
-        {
-            "format": FORMAT,
-            "engine": engine.name,
-            "made_from": made_from,
-            "installed_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "distributions": _distributions(site),
-        },
-    )
+        _install_plugin(pip, env, progress)
 
 
 def _install_env(environ: Mapping[str, str]) -> dict[str, str]:
@@ -236,8 +257,9 @@ def _install_plugin(pip: list[str], env: dict[str, str], progress: Progress) -> 
     # built from a copy: the source may be read-only, and a build must not leave files beside it
     scratch = Path(env.get("TMPDIR", "/tmp")) / f"ds41-engine-{os.getpid()}"  # noqa: S108 - removed below
     shutil.copytree(plugin_source(), scratch, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    options = ["--no-deps", "--no-compile", "--no-build-isolation", "--force-reinstall", "--progress-bar=off"]
     try:
-        _pip([*pip, str(scratch)], env, progress, "ds41_engine")
+        _pip([*pip, "install", *options, str(scratch)], env, progress, "ds41_engine")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -311,6 +333,7 @@ def _recorded_files(site: Path) -> Iterator[tuple[str, str, str]]:
     for record in sorted(site.glob("*.dist-info/RECORD")):
         with record.open(encoding="utf-8", newline="") as source:
             for row in csv.reader(source):
-                # scripts outside site-packages hold the venv's own path
-                if len(row) == 3 and row[1].startswith("sha256=") and not row[0].startswith("../"):
+                # scripts outside site-packages hold the venv's own path, and bytecode is compiled here
+                foreign = row[0].startswith("../") or row[0].endswith(".pyc")
+                if len(row) == 3 and row[1].startswith("sha256=") and not foreign:
                     yield row[0], row[1].removeprefix("sha256="), row[2]

@@ -85,6 +85,39 @@ class Preflight:
         return Goal(not failed, text)
 
 
+# what a failed check means for the exit code of a command that needed it to pass
+_CODES = {
+    "host.ram": Exit.NO_SPACE,
+    "host.tmpfs": Exit.NO_SPACE,
+    "host.hugepages": Exit.NO_SPACE,
+    "disk": Exit.NO_SPACE,
+    "pack": Exit.INTEGRITY,
+    "engram.store": Exit.INTEGRITY,
+    "engram.storage": Exit.USAGE,
+    "env": Exit.USAGE,
+    "engine.installed": Exit.NOT_FOUND,
+    "engine.drift": Exit.INTEGRITY,
+    "engine.running": Exit.ALREADY_RUNNING,
+}
+
+
+class PreflightError(Ds41Error):
+    """A command refused to go on because of a finding; the exit code is that of the first one."""
+
+    def __init__(self, first: Finding, others: int) -> None:
+        more = f" (and {others} more)" if others else ""
+        super().__init__(f"{first.id}: {first.summary}{more}", hints=first.fix)
+        domain = first.id.split(".")[0]
+        self.code = _CODES.get(first.id, _CODES.get(domain, Exit.UNSUPPORTED))
+
+
+def demand(runner: Runner, checks: Preflight) -> None:
+    """Run the checks as a step. Raises PreflightError when one fails: the long step is not started."""
+    if not runner.judge(checks):
+        failed = [item for item in checks.findings if item.failed(strict=checks.strict)]
+        raise PreflightError(failed[0], len(failed) - 1)
+
+
 class Smoke:
     """The behavioural tests as a step of a run."""
 

@@ -13,7 +13,6 @@ from ds41ctl.cli.app import group
 from ds41ctl.cli.planning import plan_of_serve, print_plan
 from ds41ctl.cli.session import open_session
 from ds41ctl.cli.up import heading, serving
-from ds41ctl.core.exits import Exit
 
 app = group("Start the engine and wait until tokens flow.")
 
@@ -47,8 +46,7 @@ def serve(
     refuse_second(session.layout)
     cli.out.line(heading("serve", session))
     with runs.run(session, "serve") as runner:
-        if not runner.judge(runs.Preflight(session, stage="serve", strict=strict, skip=tuple(skip_check or ()))):
-            raise typer.Exit(int(Exit.FINDINGS))
+        runs.demand(runner, runs.Preflight(session, stage="serve", strict=strict, skip=tuple(skip_check or ())))
         step = Serve(session.layout, session.profile_path, os.environ, foreground=foreground)
         runner.step(step)
     serving(session)

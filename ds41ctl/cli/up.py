@@ -43,10 +43,7 @@ def up(
     layout = session.layout
     cli.out.line(heading("up", session))
     with runs.run(session, "up") as runner:
-        checks = runs.Preflight(session, stage="up", strict=strict, skip=tuple(skip_check or ()))
-        if not runner.judge(checks):
-            cli.out.hint(f"ds41ctl preflight --profile {session.profile.name}")
-            raise typer.Exit(int(Exit.FINDINGS))
+        runs.demand(runner, runs.Preflight(session, stage="up", strict=strict, skip=tuple(skip_check or ())))
         runner.step(Fetch(layout))
         runner.step(EngineInstall(layout, os.environ))
         if session.profile.engram.storage == "none":

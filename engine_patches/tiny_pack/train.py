@@ -224,7 +224,7 @@ class Stepper:
         total, count = per_sequence.scatter_add(0, sequence, losses), per_sequence.scatter_add(0, sequence, real)
         loss = 0.5 * losses.sum() / real.sum() + 0.5 * (total / count.clamp(min=1)).mean()
         index_loss = torch.stack(context.index_losses).mean() if context.index_losses else loss.new_zeros(())
-        (loss + 0.1 * index_loss).backward()
+        (loss + 0.05 * index_loss).backward()
         self.mean, self.index_loss = (total / count.clamp(min=1)).detach(), index_loss.detach()
         self.worst = per_sequence.scatter_reduce(0, sequence, losses.detach(), "amax")
         self.recall = [r.detach() for r in context.recall]

@@ -12,6 +12,9 @@ os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# One unbound thread: two spinning threads on a busy two-core machine take many times as long.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest.importorskip("torch", reason="the engine tests run inside the engine's venv")
 pytest.importorskip("vllm", reason="the engine tests run inside the engine's venv")
