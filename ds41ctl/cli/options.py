@@ -18,7 +18,7 @@ ProfileOpt = Annotated[
     typer.Option("--profile", "-p", help="Profile name, or the path of a profile TOML.", autocompletion=_profiles),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-PortOpt = Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Port of the API.")]
+PortOpt = Annotated[int | None, typer.Option("--port", help="Port of the API.")]
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Print the plan and touch nothing.")]
 StrictOpt = Annotated[bool, typer.Option("--strict", help="Warnings and unknown results fail too.")]
 VerboseOpt = Annotated[bool, typer.Option("--verbose", "-v", help="Show evidence.")]

@@ -22,7 +22,11 @@ def list_profiles(json: options.JsonOpt = False) -> None:
 
     rows = []
     for name, path in profiles.paths().items():
-        profile = profiles.read(path)
+        try:
+            profile = profiles.read(path)
+        except ConfigError as error:  # one broken file of the user must not hide the others
+            rows.append({"name": name, "title": f"cannot be read: {error.message}", "state": "broken", "path": str(path)})
+            continue
         rows.append({"name": name, "title": profile.title, "state": profile.state, "path": str(path)})
     cli.out.data(rows)
     for row in rows:

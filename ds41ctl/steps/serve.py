@@ -262,7 +262,10 @@ class Serve:
                 time.sleep(POLL_S)
 
     def _prove(self, record: Running, scan: LogScan) -> None:
-        first_token(record)
+        fault = first_token(record)
+        if fault:
+            scan.feed(Path(record.log).read_text(encoding="utf-8", errors="replace")[-20_000:])
+            raise died(f"/health says 200, but a one-token completion {fault}", scan, record.log)
         missing = scan.missing()
         if missing:
             marker = missing[0]
@@ -312,16 +315,15 @@ def health(url: str) -> str:
     return "ok" if reply.status == 200 else str(reply.status)
 
 
-def first_token(record: Running) -> None:
-    """One generated token. Raises EngineDiedError when there is none (a dead engine may still say healthy)."""
+def first_token(record: Running) -> str:
+    """'' when the engine generates one token, else what it did instead (a dead engine may still say healthy)."""
     body = {"model": record.served_name, "prompt": "1", "max_tokens": 1, "temperature": 0}
     try:
         reply = EngineClient(record.url).post_json("/v1/completions", body, Limits(first_s=300, total_s=300))
         tokens = reply.ok_json().get("usage", {}).get("completion_tokens", 0)
     except HttpFault as fault:
-        raise EngineDiedError(f"/health says 200, but a one-token completion failed: {fault.message}") from None
-    if tokens != 1:
-        raise EngineDiedError(f"/health says 200, but a one-token completion gave {tokens} tokens")
+        return f"failed: {fault.message}"
+    return "" if tokens == 1 else f"gave {tokens} tokens"
 
 
 def died(message: str, scan: LogScan, log: str) -> EngineDiedError:
