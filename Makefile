@@ -55,7 +55,7 @@ test: lint test-fast test-engine
 	$(BIN)/python -m pytest -m engine tests/e2e
 
 bench: $(BIN)/.dev
-	$(BIN)/python -m pytest -q -s tests/bench --benchmark
+	$(BIN)/python -m tests.bench
 
 clean:
 	rm -rf $(VENV) build dist

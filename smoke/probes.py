@@ -472,7 +472,8 @@ def decode(s: Session) -> Finding:
             return judged(test, verdict, expected=expected, wrong="nothing to measure")
         rate, basis = judge.decode_rate(answer)
         if rate is None:
-            return unknown(test, f"no rate: {basis}", ("ds41ctl bench",)).model_copy(update={"expected": expected})
+            again = ("ds41ctl smoke --only smoke.decode --level full",)
+            return unknown(test, f"no rate: {basis}", again).model_copy(update={"expected": expected})
         rates.append(rate)
     rate = statistics.median(rates)
     found = f"{rate:.1f} tok/s ({basis})" if runs == 1 else f"{rate:.1f} tok/s (median of {runs}; last {basis})"
@@ -484,7 +485,7 @@ def decode(s: Session) -> Finding:
             expected=expected,
             found=found,
             why="clocks not locked, CUDA graphs off, a wrong NVLink group, or other requests in the batch",
-            fix=("ds41ctl status", "ds41ctl clocks status", "ds41ctl preflight"),
+            fix=("ds41ctl status", "nvidia-smi -q -d CLOCK,PERFORMANCE", "ds41ctl preflight"),
         )
     note = f"{found}, {rate / goal:.0%} of the expected {goal:g}" if goal else f"{found}; nothing to compare with"
     return Finding(id=test, status=Status.OK, summary=note, expected=expected, found=found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class Pane:
         """`exit status 1` or `signal 9`."""
         if self.signal is not None:
             return f"signal {self.signal}"
-        return f"exit status {self.status}"
+        return "a status tmux did not keep" if self.status is None else f"exit status {self.status}"
 
 
 def start(socket: Path, session: str, argv: Sequence[str]) -> Pane:
@@ -54,7 +55,20 @@ def start(socket: Path, session: str, argv: Sequence[str]) -> Pane:
 
 
 def read(socket: Path) -> Pane | None:
-    """The pane as tmux sees it, None when there is no server."""
+    """The pane as tmux sees it, None when there is no server.
+
+    tmux calls a pane dead when its terminal is closed, a moment before it has waited for the process: how it ended
+    is asked again until it is known (or a second has passed).
+    """
+    for _ in range(20):
+        pane = _read_once(socket)
+        if pane is None or not pane.dead or pane.status is not None or pane.signal is not None:
+            return pane
+        time.sleep(0.05)
+    return pane
+
+
+def _read_once(socket: Path) -> Pane | None:
     if not socket.exists():
         return None
     form = "#{pane_pid} #{pane_dead} s#{pane_dead_status} k#{pane_dead_signal}"

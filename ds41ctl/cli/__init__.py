@@ -63,8 +63,8 @@ def _judge(caught: BaseException) -> tuple[int, Ds41Error | None]:
         return int(Exit.USAGE), ConfigError(caught.format_message().replace("\n", " "), hints=(f"{path} --help",))
     if type(caught).__name__ == "Exit" and hasattr(caught, "exit_code"):
         return int(caught.exit_code), None
-    if isinstance(caught, BrokenPipeError):
-        # the reader went away (`| head`): not a failure of ours, and stdout must not be flushed again at exit
+    if isinstance(caught, BrokenPipeError | SystemExit):
+        # the reader went away (`| head`), which the parser turns into SystemExit: not a failure of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return int(Exit.OK), None
     if isinstance(caught, PermissionError):

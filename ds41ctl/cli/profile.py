@@ -25,7 +25,8 @@ def list_profiles(json: options.JsonOpt = False) -> None:
         try:
             profile = profiles.read(path)
         except ConfigError as error:  # one broken file of the user must not hide the others
-            rows.append({"name": name, "title": f"cannot be read: {error.message}", "state": "broken", "path": str(path)})
+            what = f"cannot be read: {error.message}"
+            rows.append({"name": name, "title": what, "state": "broken", "path": str(path)})
             continue
         rows.append({"name": name, "title": profile.title, "state": profile.state, "path": str(path)})
     cli.out.data(rows)

@@ -161,5 +161,7 @@ def load_canaries(session: Session) -> Canaries:
 
     wanted = session.profile.smoke
     if wanted.canaries == "random":
-        return canaries.generate(secrets.randbits(64), copies=wanted.copies, needle_tokens=wanted.needle_tokens)
+        seed = secrets.randbits(32)
+        cli.out.note(f"random canaries of seed {seed}")
+        return canaries.generate(seed, copies=wanted.copies, needle_tokens=wanted.needle_tokens)
     return canaries.load(recipe_folder(wanted.canaries))

@@ -116,7 +116,7 @@ def test_a_useless_sidecar_costs_one_hash_and_is_replaced(fetched: Layout, sidec
 
 def test_a_sidecar_of_another_file_or_revision_is_not_believed(fetched: Layout) -> None:
     expected = {item.name: item for item in pack.expected(fetched.profile)}
-    os.replace(fetched.model_dir / ("a.json" + pack.SIDECAR), fetched.model_dir / (BIG + pack.SIDECAR))
+    (fetched.model_dir / ("a.json" + pack.SIDECAR)).replace(fetched.model_dir / (BIG + pack.SIDECAR))
     assert "changed since" in pack.sidecar_problem(fetched.model_dir / BIG, expected[BIG])
     pack.write_sidecar(fetched.model_dir / BIG, expected[BIG])
     moved = pack.Expected(BIG, expected[BIG].size, expected[BIG].sha256, "another revision")

@@ -100,7 +100,8 @@ def test_information_of_the_plugin_is_no_death() -> None:
 
 @given(st.lists(st.integers(1, 400), max_size=30))
 def test_the_same_log_cut_anywhere_gives_the_same_reading(cuts: list[int]) -> None:
-    text = "non-default args\nLoading weights took\n\x1b[36mBuilt engram token map\x1b[0m (1)\nApplication startup complete\n"
+    text = "non-default args\nLoading weights took\n\x1b[36mBuilt engram token map\x1b[0m (1)\n"
+    text += "Application startup complete\n"
     marker = Marker(text="Built engram token map")
     whole, pieces = scanned(text, required=(marker,)), LogScan((marker,), ())
     start = 0

@@ -12,5 +12,10 @@ def test_the_generated_blocks_are_fresh() -> None:
 
 def test_the_two_commands_and_the_honest_lines_are_there() -> None:
     text = README.read_text()
-    for needed in ("make demo", "make test", "never run on the real card", "good for proving the pipeline and nothing else"):
+    for needed in (
+        "make demo",
+        "make test",
+        "never run on the real card",
+        "good for proving the pipeline and nothing else",
+    ):
         assert needed in text
