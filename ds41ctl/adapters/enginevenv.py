@@ -206,7 +206,8 @@ def _only_plugin_changed(folder: Path, previous: dict[str, Any], made_from: dict
     if {key for key in made_from if before.get(key) != made_from[key]} != {"plugin_sha256"}:
         return False
     try:
-        return _distributions(_site_packages(folder)) == previous["distributions"]
+        recorded: dict[str, dict[str, str]] = previous["distributions"]
+        return _distributions(_site_packages(folder)) == recorded
     except Ds41Error:
         return False
 
