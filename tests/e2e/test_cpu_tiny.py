@@ -136,6 +136,21 @@ def test_an_engine_that_dies_while_it_starts_is_named_within_five_seconds(cli: C
     assert cli.processes() == [] and cli("status").code == 10
 
 
+def test_a_start_whose_ds41ctl_was_killed_goes_on_and_the_next_up_waits_for_it(cli: Cli) -> None:
+    with cli.start("serve") as starting:
+        for _ in range(300):
+            path = cli.root / "state" / "running" / "cpu-tiny.json"
+            if path.exists() and json.loads(path.read_text())["pid"]:
+                break
+            time.sleep(0.1)
+        starting.kill()
+    pid = cli.record()["pid"]
+    answer = cli("serve")
+    assert answer.code == 0, answer.out + answer.err
+    assert cli.record()["pid"] == pid and cli.record()["ready_at"]
+    assert cli("stop").code == 0
+
+
 def test_ctrl_c_in_the_foreground_stops_the_engine(cli: Cli) -> None:
     with cli.start("serve", "--foreground") as running:
         assert running.stdout is not None

@@ -94,7 +94,11 @@ def test_every_tensor_source(small: Path) -> None:
     header, body = _read_safetensors(raw)
     assert header.pop("__metadata__") == {"format": "pt"}
     assert (len(raw) - len(body)) % 8 == 0, "tensor data must start aligned"
-    assert [header[n]["data_offsets"] for n in ("embed.weight", "norm.weight", "table")] == [[0, 16], [16, 20], [20, 32]]
+    assert [header[n]["data_offsets"] for n in ("embed.weight", "norm.weight", "table")] == [
+        [0, 16],
+        [16, 20],
+        [20, 32],
+    ]
     filler = b"\xaa\xbb\xcc\xdd"
     assert body[:16] == filler + bytes(range(4)) + filler + bytes(range(4, 8))
     assert body[16:20] == b"wxyz"
