@@ -365,12 +365,16 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
 
 
 def mapped_by(folder: Path) -> list[int]:
-    """Pids of processes that map a file of the store (those this user may look into)."""
+    """Pids of processes that map a file of the store (those this user may look into).
+
+    A file that was replaced since it was mapped does not count: such a process reads rows of an older store.
+    """
     prefix = str(folder.resolve()) + "/"
     found = []
     for pid in proc.pids():
         with contextlib.suppress(OSError):
-            if prefix in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            if any(prefix in line and not line.endswith(" (deleted)") for line in lines):
                 found.append(pid)
     return found
 

@@ -103,6 +103,12 @@ class Serve:
         state = health(record.url)
         if state != "ok":
             return Goal(False, f"pid {record.pid} runs, but /health says {state}")
+        if not self._maps_store(record):
+            raise IntegrityError(
+                f"the running engine (pid {record.pid}) does not map the Engram store as it is now: "
+                "the store was replaced since it started",
+                hints=("ds41ctl serve --replace",),
+            )
         return Goal(
             True,
             f"ready: pid {record.pid}, {record.url}/v1",
@@ -280,14 +286,18 @@ class Serve:
                 detail=(marker.why,) if marker.why else (),
                 hints=("ds41ctl logs",),
             )
-        if self.layout.profile.engram.storage != "none":
-            folder = store.locate(self.layout)
-            ours = {item.pid for item in proc.family(record.pid, record.marker)}
-            if not ours & set(store.mapped_by(folder)):
-                raise EngineDiedError(
-                    f"the engine answers, but none of its processes maps the Engram store in {folder}",
-                    hints=("ds41ctl logs",),
-                )
+        if not self._maps_store(record):
+            raise EngineDiedError(
+                f"the engine answers, but none of its processes maps the Engram store in {store.locate(self.layout)}",
+                hints=("ds41ctl logs",),
+            )
+
+    def _maps_store(self, record: Running) -> bool:
+        """True when a process of the engine maps the store (or the profile keeps none)."""
+        if self.layout.profile.engram.storage == "none":
+            return True
+        ours = {item.pid for item in proc.family(record.pid, record.marker)}
+        return bool(ours & set(store.mapped_by(store.locate(self.layout))))
 
 
 @dataclass

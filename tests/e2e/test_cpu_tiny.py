@@ -93,6 +93,19 @@ def test_dropping_the_store_is_refused_while_the_engine_maps_it(cli: Cli) -> Non
     assert answer.code != 0 and "is mapped by pid" in answer.err and "ds41ctl stop" in answer.err
 
 
+def test_a_store_replaced_under_a_running_engine_is_not_taken_for_ready(cli: Cli) -> None:
+    folder = Path(cli("engram", "status", "--json").json()["data"]["dir"])
+    for path in folder.glob("layer-*.engram"):
+        copy = path.with_suffix(".copy")
+        copy.write_bytes(path.read_bytes())
+        copy.rename(path)
+    answer = cli("up")
+    assert answer.code == 12 and "does not map the Engram store as it is now" in answer.err
+    assert "ds41ctl serve --replace" in answer.err
+    assert cli("serve", "--replace").code == 0
+    assert cli("status").code == 0
+
+
 def test_a_killed_engine_is_named_within_five_seconds_and_stop_clears_its_remains(cli: Cli) -> None:
     record = cli.record()
     os.kill(record["pid"], signal.SIGKILL)

@@ -49,7 +49,7 @@ def small(tmp_path: Path) -> Path:
         {
             "embed.weight": ("BF16", [2, 2], rows),
             "embed.weight.filler": ("BF16", [1, 2], b"\xaa\xbb\xcc\xdd"),
-            "ids": ("U32", [2], struct.pack("<2I", 1, 3)),
+            "ids": ("I32", [2], struct.pack("<2I", 1, 3)),
             "norm.weight": ("BF16", [2], b"wxyz"),
         }
     )
@@ -185,7 +185,7 @@ def test_load_refuses_a_missing_folder(tmp_path: Path) -> None:
         (lambda s: s["tensors"][1].update(shape=[3]), "not 6"),
         (lambda s: s["tensors"][1].update(dtype="F64"), "F64"),
         (lambda s: s["tensors"][0].update(shape=[3, 2]), "do not fit"),
-        (lambda s: s["tensors"][0].update(filler="norm.weight", shape=[4, 4]), "do not fit"),
+        (lambda s: s["tensors"][0].update(filler="norm.weight", shape=[4, 4]), "is corrupt"),
         (lambda s: s["tensors"][2].update({"from": "nowhere"}), "nowhere"),
     ],
 )
