@@ -31,7 +31,7 @@ class Encoder:
         from vllm.tokenizers.deepseek_v41 import get_deepseek_v41_tokenizer
 
         self.raw: Any = AutoTokenizer.from_pretrained(str(folder))
-        self.chat = get_deepseek_v41_tokenizer(self.raw)
+        self.chat: Any = get_deepseek_v41_tokenizer(self.raw)
 
     def text(self, text: str) -> list[int]:
         """Plain text to ids."""
