@@ -77,6 +77,23 @@ def test_terminate_kills_what_ignores_sigterm_and_touches_nobody_else(children: 
     assert stubborn.wait(5) == -9 and decoy.poll() is None
 
 
+@pytest.mark.parametrize(
+    ("code", "ending"),
+    [("raise SystemExit(7)", (7, None)), ("import os; os.kill(os.getpid(), 9)", (None, 9)), ("pass", (0, None))],
+)
+def test_how_a_process_ended_is_known_before_anybody_waits_for_it(
+    children: list[subprocess.Popen[str]], code: str, ending: tuple[int | None, int | None]
+) -> None:
+    child = start(children, [sys.executable, "-c", code])
+    for _ in range(200):
+        if proc.zombie_ending(child.pid) is not None:
+            break
+        time.sleep(0.02)
+    assert proc.zombie_ending(child.pid) == ending
+    child.wait()
+    assert proc.zombie_ending(child.pid) is None and proc.zombie_ending(os.getpid()) is None
+
+
 def test_a_missing_program_a_time_out_and_a_bad_status_are_answers_not_exceptions() -> None:
     assert proc.run(["/nowhere/x"], timeout=1).returncode == 127
     late = proc.run(SLEEP, timeout=0.2)
