@@ -14,7 +14,7 @@ from ds41ctl.adapters import proc
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(120)"]
 # a parent with a child that left its session, as a worker may; both ignore SIGTERM
-STUBBORN = """
+STUBBORN = r"""
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if os.fork() == 0:
