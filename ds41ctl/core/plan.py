@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import string
+
 from pydantic import BaseModel, ConfigDict
 
 from ds41ctl.core.errors import ConfigError
