@@ -38,6 +38,7 @@ def preflight(
         Path | None,
         typer.Option("--facts", metavar="FILE", help="Check a recorded machine (ds41ctl facts --json)."),
     ] = None,
+    junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")] = None,
     verbose: options.VerboseOpt = False,
     json: options.JsonOpt = False,
 ) -> None:
@@ -55,7 +56,9 @@ def preflight(
     if facts is None:
         from ds41ctl.adapters.probe import probe
 
-        known = probe(session.layout)
+        # the deeper looks take minutes: only those that somebody asked for
+        wanted = max((check.level for check in checks.select(only or (), skip_check or (), level=level)), default=1)
+        known = probe(session.layout, level=wanted)
     else:
         known = _recorded(facts)
     findings = checks.run(
@@ -77,10 +80,16 @@ def preflight(
             "not_checked": list(unchecked),
         }
     )
+    if junit is not None:
+        from ds41ctl.cli.junit import write_junit
+
+        write_junit(junit, "ds41ctl preflight", findings, strict=strict)
     cli.out.line(f"preflight  {session.profile.name}  level {level}" + (", strict" if strict else ""))
     cli.out.findings(findings, strict=strict)
     if unchecked:
-        cli.out.line("Not checked: " + "; ".join(unchecked))
+        cli.out.line("Not checked:")
+        for text in unchecked:
+            cli.out.line(f"        {text}")
     cli.out.line(verdict(findings, strict=strict), mark="FAIL" if failed else "OK")
     if failed:
         raise typer.Exit(int(Exit.FINDINGS))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ds41ctl import cli
-from ds41ctl.cli import options, runs
+from ds41ctl.cli import clocks, options, runs
 from ds41ctl.cli.app import group
 from ds41ctl.cli.planning import plan_of_serve, print_plan
 from ds41ctl.cli.session import open_session
@@ -49,6 +49,7 @@ def serve(
         runs.demand(runner, runs.Preflight(session, stage="serve", strict=strict, skip=tuple(skip_check or ())))
         step = Serve(session.layout, session.profile_path, os.environ, foreground=foreground)
         runner.step(step)
+        clocks.hold(runner, session, strict=strict)
     serving(session)
     if foreground:
         from ds41ctl.steps.foreground import follow

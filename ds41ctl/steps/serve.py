@@ -275,6 +275,10 @@ class Serve:
                 detail=(marker.why,) if marker.why else (),
                 hints=("ds41ctl logs",),
             )
+        serve = self.layout.profile.serve
+        fault = scan.kv_pool_fault(serve.kv_pool_tokens, serve.kv_pool_tolerance)
+        if fault:
+            raise EngineDiedError(f"the engine answers, but {fault}", hints=("ds41ctl logs",))
         if self.layout.profile.engram.storage != "none":
             folder = store.locate(self.layout)
             ours = {item.pid for item in proc.family(record.pid, record.marker)}

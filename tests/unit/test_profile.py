@@ -91,7 +91,7 @@ def test_overlapping_gpu_groups_are_refused() -> None:
 
 
 def test_a_profile_of_another_schema_is_refused() -> None:
-    with pytest.raises(ConfigError, match="schema 2 is not known"):
+    with pytest.raises(ConfigError, match="schema: 2 is not known"):
         parse_profile(text_of("cpu-tiny").replace("schema = 1", "schema = 2"), "x.toml")
 
 
