@@ -318,7 +318,8 @@ class StoreFacts(_Facts):
 
 
 class EngineFacts(_Facts):
-    """The installed engine. `drift` lists what differs from its manifest."""
+    """The installed engine. `drift` lists what differs from its manifest (somebody changed it), `outdated` how what it
+    was made from differs from what the profile wants now (an upgrade)."""
 
     dir: str
     kind: str = ""
@@ -327,6 +328,7 @@ class EngineFacts(_Facts):
     versions: dict[str, str] = Field(default_factory=dict)
     distributions: int = 0
     drift: tuple[str, ...] = ()
+    outdated: tuple[str, ...] = ()
     problem: str = ""
 
 

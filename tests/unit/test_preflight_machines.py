@@ -58,11 +58,18 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
         },
     },
     "ivybridge-stale-store": {
-        "up": {
+        "serve": {
             "host.cpu": "fail",
             "host.overcommit": "warn",
             "toolchain.jit-locks": "warn",
             "engram.store": "fail",
+            "engine.drift": "fail",
+            "engine.running": "warn",
+        },
+        "up": {
+            "host.cpu": "fail",
+            "host.overcommit": "warn",
+            "toolchain.jit-locks": "warn",
             "engine.drift": "fail",
             "engine.running": "warn",
         },
