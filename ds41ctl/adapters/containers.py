@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ds41ctl.adapters import proc
 from ds41ctl.adapters.textfile import text
@@ -79,20 +80,51 @@ def cdi_specs(root: Path) -> tuple[CdiSpec, ...] | None:
 
 
 def _spec(path: Path, root: Path) -> CdiSpec:
-    """One specification. Only its `kind`, device names and host paths are read, YAML and JSON alike, by line."""
+    """One specification: its kind, its devices' names, and the host paths it names."""
     shown = "/" + str(path.relative_to(root))
     content = text(path)
     if content is None:
         return CdiSpec(path=shown, problem="cannot be read")
-    if path.suffix == ".json":
-        try:
-            json.loads(content)
-        except ValueError as error:
-            return CdiSpec(path=shown, problem=f"not valid JSON: {error}")
-    kind = re.search(r"""["']?kind["']?\s*:\s*["']?([^"'\s,]+)""", content)
-    names = re.findall(r"""^[ \t{\[-]*["']?name["']?\s*:\s*["']?([\w:.-]+)["']?""", content, re.MULTILINE)
-    if kind is None or not names:
+    try:
+        kind, names, hosts = _of_json(content) if path.suffix == ".json" else _of_yaml(content)
+    except ValueError as error:
+        return CdiSpec(path=shown, problem=f"not valid JSON: {error}")
+    if not kind or not names:
         return CdiSpec(path=shown, problem="states no kind or no device")
-    hosts = dict.fromkeys(re.findall(r"""["']?hostPath["']?\s*:\s*["']?(/[^"'\s,]+)""", content))
-    missing = tuple(host for host in hosts if not (root / host.lstrip("/")).exists())
-    return CdiSpec(path=shown, kind=kind[1], devices=tuple(dict.fromkeys(names)), missing=missing)
+    missing = tuple(host for host in dict.fromkeys(hosts) if not (root / host.lstrip("/")).exists())
+    return CdiSpec(path=shown, kind=kind, devices=tuple(dict.fromkeys(names)), missing=missing)
+
+
+def _of_yaml(content: str) -> tuple[str, list[str], list[str]]:
+    """What nvidia-ctk writes: block style, one key a line. No YAML library is worth three keys."""
+    kind = re.search(r"""^["']?kind["']?:\s*["']?([^"'\s]+)""", content, re.MULTILINE)
+    names = re.findall(r"""^\s*(?:-\s+)?name:\s*["']?([\w:.-]+)["']?\s*$""", content, re.MULTILINE)
+    hosts = re.findall(r"""^\s*(?:-\s+)?hostPath:\s*["']?(/[^"'\n]+?)["']?\s*$""", content, re.MULTILINE)
+    return (kind[1] if kind else "", names, hosts)
+
+
+def _of_json(content: str) -> tuple[str, list[str], list[str]]:
+    """Raises ValueError for what is no JSON."""
+    tree = json.loads(content)
+    if not isinstance(tree, dict):
+        return "", [], []
+    devices = tree.get("devices")
+    names = (
+        [str(item["name"]) for item in devices if isinstance(item, dict) and "name" in item]
+        if isinstance(devices, list)
+        else []
+    )
+    hosts: list[str] = []
+
+    def walk(node: Any) -> None:
+        if isinstance(node, dict):
+            if isinstance(node.get("hostPath"), str):
+                hosts.append(node["hostPath"])
+            for sub in node.values():
+                walk(sub)
+        elif isinstance(node, list):
+            for sub in node:
+                walk(sub)
+
+    walk(tree)
+    return str(tree.get("kind", "")), names, hosts
