@@ -6,10 +6,16 @@ import hashlib
 import json
 import re
 import tomllib
-from copy import deepcopy
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.nearest import nearest
@@ -27,7 +33,8 @@ Gib = Annotated[float, Field(gt=0, le=4096)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # strict: `port = true` is not 1 and `port = "8011"` is not 8011
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class Hardware(_Model):
@@ -220,88 +227,102 @@ class Profile(_Model):
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
-        faults = [*self._version_faults(), *self._group_faults(), *self._pin_faults(), *self._argv_faults()]
-        uncovered = [key for key in _number_keys(self.model_dump(by_alias=True)) if not self._source_of(key)]
-        if uncovered:
-            faults.append("provenance: numbers without a source: " + ", ".join(uncovered))
+        faults = disagreements(self.model_dump(by_alias=True))
         if faults:
             raise ValueError("\n".join(faults))
         return self
 
-    def _version_faults(self) -> list[str]:
-        if self.schema_version != PROFILE_SCHEMA:
-            return [f"schema: {self.schema_version} is not known (this version reads {PROFILE_SCHEMA})"]
-        return []
-
-    def _group_faults(self) -> list[str]:
-        hardware, faults = self.hardware, []
-        used = [index for group in hardware.gpu_groups.values() for index in group]
-        if len(used) != len(set(used)):
-            faults.append("hardware.gpu_groups: overlap; each GPU belongs to one group")
-        if hardware.gpu_groups and len(used) != hardware.gpus:
-            faults.append(f"hardware.gpu_groups: name {len(used)} GPUs, hardware.gpus says {hardware.gpus}")
-        if hardware.stage_weights_gib and len(hardware.stage_weights_gib) != len(hardware.gpu_groups):
-            faults.append(
-                f"hardware.stage_weights_gib: {len(hardware.stage_weights_gib)} values for "
-                f"{len(hardware.gpu_groups)} gpu_groups"
-            )
-        if self.serve.host == "":
-            faults.append("serve.host: is empty")
-        return faults
-
-    def _pin_faults(self) -> list[str]:
-        """Every engine is pinned by a digest, a checksum file's entry, a lock with digests, or a full commit."""
-        engine, faults = self.engine, []
-        if engine.wheel and not (engine.wheel_sha256 or engine.wheel_sums):
-            faults.append(
-                "engine.wheel: nothing pins it; give wheel_sha256, or wheel_sums (a SHA256SUMS of the release)"
-            )
-        if engine.kind == "container":
-            if not engine.image:
-                faults.append("engine.image: is missing for a container engine")
-            elif not (engine.image_digest or engine.build_revision):
-                faults.append("engine.image: nothing pins it; give image_digest, or build_revision (a full commit)")
-        return faults
-
-    def _argv_faults(self) -> list[str]:
-        """The engine is told what the profile says: an option and the field that judges it agree."""
-        serve, faults = self.serve, []
-        for option, value in {
-            "--max-model-len": serve.max_model_len,
-            "--max-num-seqs": serve.max_num_seqs,
-            "--max-num-batched-tokens": serve.max_num_batched_tokens,
-            "--gpu-memory-utilization": serve.gpu_memory_utilization,
-            "--tensor-parallel-size": serve.tensor_parallel_size,
-            "--pipeline-parallel-size": serve.pipeline_parallel_size,
-        }.items():
-            told = option_value(serve.argv, option)
-            if (
-                value is not None
-                and told is not None
-                and "$" not in told
-                and told != f"{value:g}"
-                and told != str(value)
-            ):
-                field = option.removeprefix("--").replace("-", "_")
-                faults.append(f"serve.{field}: {value} here, {option} {told} in serve.argv")
-        return faults
-
-    def _source_of(self, key: str) -> str:
-        parts = key.split(".")
-        for end in range(len(parts), 0, -1):
-            source = self.provenance.get(".".join(parts[:end]))
-            if source:
-                return source
-        return ""
-
     def source_of(self, key: str) -> str:
         """Source of the number at dotted `key` (longest matching prefix), '' when none is given."""
-        return self._source_of(key)
+        return _source(self.provenance, key)
 
     def digest(self) -> str:
         """sha256 of the profile's canonical JSON: what runs and reports are compared by."""
         text = json.dumps(self.model_dump(mode="json", by_alias=True), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def disagreements(tree: dict[str, Any]) -> list[str]:
+    """What the parts of a profile say against each other, one line with its path each.
+
+    Works on the raw tree, valid or not, so that these problems are named together with those of single fields.
+    """
+    engine, hardware, serve = (_table(tree, name) for name in ("engine", "hardware", "serve"))
+    faults = []
+    if tree.get("schema") != PROFILE_SCHEMA:
+        faults.append(f"schema: {tree.get('schema')} is not known (this version reads {PROFILE_SCHEMA})")
+    faults += _group_faults(hardware)
+    faults += _pin_faults(engine)
+    faults += _argv_faults(serve)
+    if serve.get("host") == "":
+        faults.append("serve.host: is empty")
+    provenance = _table(tree, "provenance")
+    uncovered = [key for key in _number_keys(tree) if not _source(provenance, key)]
+    if uncovered:
+        faults.append("provenance: numbers without a source: " + ", ".join(uncovered))
+    return faults
+
+
+def _table(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    found = tree.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _source(provenance: dict[str, Any], key: str) -> str:
+    """The entry of the longest prefix of a dotted key, '' when there is none."""
+    parts = key.split(".")
+    for end in range(len(parts), 0, -1):
+        source = provenance.get(".".join(parts[:end]))
+        if source:
+            return str(source)
+    return ""
+
+
+def _group_faults(hardware: dict[str, Any]) -> list[str]:
+    faults = []
+    groups = _table(hardware, "gpu_groups")
+    used = [index for group in groups.values() if isinstance(group, list | tuple) for index in group]
+    if len(used) != len(set(map(str, used))):
+        faults.append("hardware.gpu_groups: overlap; each GPU belongs to one group")
+    if groups and len(used) != hardware.get("gpus"):
+        faults.append(f"hardware.gpu_groups: name {len(used)} GPUs, hardware.gpus says {hardware.get('gpus')}")
+    weights = hardware.get("stage_weights_gib") or ()
+    if isinstance(weights, list | tuple) and weights and len(weights) != len(groups):
+        faults.append(f"hardware.stage_weights_gib: {len(weights)} values for {len(groups)} gpu_groups")
+    return faults
+
+
+def _pin_faults(engine: dict[str, Any]) -> list[str]:
+    """Every engine is pinned by a digest, a checksum file's entry, a lock with digests, or a full commit."""
+    faults = []
+    if engine.get("wheel") and not (engine.get("wheel_sha256") or engine.get("wheel_sums")):
+        faults.append("engine.wheel: nothing pins it; give wheel_sha256, or wheel_sums (a SHA256SUMS of the release)")
+    if engine.get("kind") == "container":
+        if not engine.get("image"):
+            faults.append("engine.image: is missing for a container engine")
+        elif not (engine.get("image_digest") or engine.get("build_revision")):
+            faults.append("engine.image: nothing pins it; give image_digest, or build_revision (a full commit)")
+    return faults
+
+
+def _argv_faults(serve: dict[str, Any]) -> list[str]:
+    """The engine is told what the profile says: an option and the field that judges it agree."""
+    faults = []
+    argv = serve.get("argv")
+    words = tuple(str(word) for word in argv) if isinstance(argv, list | tuple) else ()
+    for option in (
+        "--max-model-len",
+        "--max-num-seqs",
+        "--max-num-batched-tokens",
+        "--gpu-memory-utilization",
+        "--tensor-parallel-size",
+        "--pipeline-parallel-size",
+    ):
+        field = option.removeprefix("--").replace("-", "_")
+        value, told = serve.get(field), option_value(words, option)
+        if value is not None and told is not None and "$" not in told and told != str(value):
+            faults.append(f"serve.{field}: {value} here, {option} {told} in serve.argv")
+    return faults
 
 
 def option_value(argv: tuple[str, ...], option: str) -> str | None:
@@ -367,33 +388,6 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
     return [info.alias or name for name, info in fields.items()]
 
 
-def _second_look(error: ValidationError, tree: dict[str, Any]) -> list[str]:
-    """What the profile's parts say against each other, judged without the values that are wrong by themselves.
-
-    pydantic asks that question only of a tree whose every field is valid; a person wants all problems at once.
-    """
-    copy = deepcopy(tree)
-    for item in error.errors():
-        place: Any = copy
-        *path, last = item["loc"] or ("",)
-        for part in path:
-            # a discriminated union adds the name of its branch to the path
-            place = place.get(part, place) if isinstance(place, dict) else place
-            place = place[part] if isinstance(place, list) and isinstance(part, int) and part < len(place) else place
-        if isinstance(place, dict):
-            place.pop(str(last), None)
-    try:
-        Profile.model_validate(copy)
-    except ValidationError as second:
-        return [
-            line
-            for item in second.errors()
-            if item["type"] == "value_error" and not item["loc"]
-            for line in re.sub(r"^Value error, ", "", item["msg"]).splitlines()
-        ]
-    return []
-
-
 def parse_profile(text: str, origin: str) -> Profile:
     """Parse a profile TOML. Raises ConfigError naming every problem in one go."""
     try:
@@ -401,10 +395,11 @@ def parse_profile(text: str, origin: str) -> Profile:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{origin}: not valid TOML: {error}") from None
     try:
-        return Profile.model_validate(tree)
+        # by way of JSON, whose arrays may be tuples in strict mode
+        return Profile.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         lines = problems(error, tree)
-        lines += [line for line in _second_look(error, tree) if line not in lines]
+        lines += [line for line in disagreements(tree) if line not in lines]
         message = f"{origin}: {lines[0]}" if len(lines) == 1 else f"{origin}: {len(lines)} problems"
         raise ConfigError(
             message, detail=lines if len(lines) > 1 else (), hints=("ds41ctl profile check FILE",)

@@ -280,3 +280,120 @@ def test_a_damaged_journal_is_one_clear_line(machine: Machine) -> None:
     assert "cannot be read" in tree["error"]["message"] and any(
         "nvidia-smi -rgc" in hint for hint in tree["error"]["hints"]
     )
+
+
+# ---- as a step of `serve` and `up`
+
+
+STEP = """
+import json, sys
+from pathlib import Path
+from ds41ctl.adapters import running
+from ds41ctl.adapters.proc import identify
+from ds41ctl.adapters.store import boot_id
+from ds41ctl.cli import clocks, runs
+from ds41ctl.cli.session import open_session
+from ds41ctl.core.errors import Ds41Error
+
+session = open_session("v100-pp2tp4")
+pid, strict = int(sys.argv[1]), sys.argv[2] == "strict"
+running.write(session.layout.record_path, running.Running(
+    profile="v100-pp2tp4", profile_path=str(session.profile_path), profile_digest="", engine_digest="",
+    boot_id=boot_id(), pid=pid, start_ticks=identify(pid).start_ticks, marker="DS41_ENGINE_RUN=x", host="127.0.0.1",
+    port=1, served_name="m", argv=(), environment_sha256="", log="", socket="", spec=str(session.layout.record_path),
+    started_at="now", ready_at="now"))
+if len(sys.argv) > 3:  # not root, and no sudo
+    from ds41ctl.adapters import clocks as adapter, proc
+    adapter.way_of_this_user = lambda: "sudo"
+    proc.sudo_passwordless = lambda: False
+try:
+    with runs.run(session, "serve") as runner:
+        clocks.hold(runner, session, strict=strict)
+        clocks.hold(runner, session, strict=strict)
+except Ds41Error as error:
+    print("error", int(error.code), error.message, error.hints)
+    raise SystemExit(0)
+"""
+
+
+def hold(machine: Machine, pid: int, *words: str) -> subprocess.CompletedProcess[str]:
+    environ = {
+        **machine.driver.environ,
+        "DS41_STATE_DIR": str(machine.state),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", STEP, str(pid), *words], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_run_holds_the_clock_for_the_engine_and_says_already_the_second_time(
+    machine: Machine, owner: subprocess.Popen[bytes]
+) -> None:
+    done = hold(machine, owner.pid, "plain")
+    lines = [line for line in done.stdout.splitlines() if line.startswith("  clocks")]
+    assert "1530 MHz asked of 8 GPUs" in lines[0] and "already" in lines[1], done.stdout
+    assert machine.driver.locks() == ALL_LOCKED and machine.lease()["owner"]["pid"] == owner.pid
+    owner.kill()
+    wait_until(lambda: machine.driver.locks() == {})
+
+
+def test_without_permission_a_run_goes_on_and_names_the_sudoers_lines(
+    machine: Machine, owner: subprocess.Popen[bytes]
+) -> None:
+    done = hold(machine, owner.pid, "plain", "nobody")
+    assert "SKIP" in done.stdout and "not locked" in done.stdout
+    assert "clocks sudoers" in done.stderr
+    assert machine.driver.calls() == []
+
+
+def test_without_permission_a_strict_run_ends(machine: Machine, owner: subprocess.Popen[bytes]) -> None:
+    done = hold(machine, owner.pid, "strict", "nobody")
+    assert done.stdout.splitlines()[-1].startswith("error 77 1530 MHz cannot be locked")
+    assert "clocks sudoers" in done.stdout
+    assert machine.driver.calls() == []
+
+
+def test_stop_gives_back_the_clocks_of_the_engine_it_ends(machine: Machine, owner: subprocess.Popen[bytes]) -> None:
+    hold(machine, owner.pid, "plain")
+    environ = {
+        **machine.driver.environ,
+        "DS41_STATE_DIR": str(machine.state),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "ds41ctl", "stop", "--profile", "v100-pp2tp4", "--json"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert machine.driver.locks() == {} and not machine.journal.exists()
+
+
+@pytest.mark.parametrize("command", ["lock", "unlock", "status", "sudoers"])
+def test_a_profile_that_leaves_clocks_alone_is_told_so(machine: Machine, command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ds41ctl", "clocks", command, "--profile", "cpu-tiny", "--json"],
+        env={
+            **machine.driver.environ,
+            "DS41_STATE_DIR": str(machine.state),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    tree = json.loads(done.stdout)
+    if command == "unlock":
+        assert done.returncode == 0 and tree["data"]["gpus"] == 0
+    else:
+        assert done.returncode == 4 and "leaves clocks alone" in tree["error"]["message"]
+
+
+def test_the_sudoers_lines_name_every_card(machine: Machine) -> None:
+    lines = machine.run("sudoers")["data"]["lines"]
+    assert lines[0].count("-lgc 1530\\,1530") == 8 and "GPU-00000007" in lines[0]
