@@ -33,8 +33,7 @@ Gib = Annotated[float, Field(gt=0, le=4096)]
 
 
 class _Model(BaseModel):
-    # strict: `port = true` is not 1 and `port = "8011"` is not 8011
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Hardware(_Model):
@@ -395,8 +394,8 @@ def parse_profile(text: str, origin: str) -> Profile:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{origin}: not valid TOML: {error}") from None
     try:
-        # by way of JSON, whose arrays may be tuples in strict mode
-        return Profile.model_validate_json(json.dumps(tree, default=str))
+        # strict: `port = true` is not 1 and `port = "8011"` is not 8011; by way of JSON, whose arrays may be tuples
+        return Profile.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         lines = problems(error, tree)
         lines += [line for line in disagreements(tree) if line not in lines]
