@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from ds41ctl.cli.session import open_session
 from ds41ctl.core.errors import ConfigError, NotFoundError
 from ds41ctl.core.exits import Exit
 from ds41ctl.core.facts import HostFacts
+from ds41ctl.core.finding import Finding
 
 app = group("Check this machine for a profile; every finding has a fix.")
 
@@ -85,7 +87,7 @@ def preflight(
 
         write_junit(junit, "ds41ctl preflight", findings, strict=strict)
     cli.out.line(f"preflight  {session.profile.name}  level {level}" + (", strict" if strict else ""))
-    cli.out.findings(findings, strict=strict)
+    _show(findings, checks.groups())
     if unchecked:
         cli.out.line("Not checked:")
         for text in unchecked:
@@ -94,6 +96,16 @@ def preflight(
     if failed:
         raise typer.Exit(int(Exit.FINDINGS))
     cli.out.hint(f"ds41ctl up --profile {session.profile.name}")
+
+
+def _show(findings: Sequence[Finding], groups: Mapping[str, str]) -> None:
+    """The findings under their headings, in the order in which the headings first appear."""
+    width = max((len(item.id) for item in findings), default=0)
+    for name in dict.fromkeys(groups[item.id] for item in findings):
+        cli.out.line(f"  {name}")
+        for item in findings:
+            if groups[item.id] == name:
+                cli.out.finding(item, width)
 
 
 def _recorded(path: Path) -> HostFacts:
