@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import combinations
 
 from ds41ctl.core import topology
-from ds41ctl.core.facts import GpuFacts, HostFacts
+from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.profile import Profile
 from ds41ctl.core.topology import Groups
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
 from preflight.env import passed_on
-from preflight.gpu import GROUP, asked, groups, listed, used
+from preflight.gpu import GROUP, groups, used
 from preflight.text import as_root, command
 
 SHOWN = 3  # policy: how many pairs a one-line summary names
@@ -80,31 +80,37 @@ def quads(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     return ok(f"{shown}: all pairs on NVLink", expected=expected, found=shown)
 
 
-def _ports(profile: Profile, facts: HostFacts, gpus: tuple[GpuFacts, ...]) -> Verdict:
+def ports(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """Every NVLink port of every card is up: by NVML, else by the text of nvidia-smi."""
     wanted = profile.hardware.nvlinks_per_gpu
     if not wanted:
-        return skip("the profile states no number of NVLinks")
-    chosen = used(profile, facts)
+        return skip("the profile states no number of NVLinks" if profile.hardware.gpus else "no GPU in this profile")
     expected = f"{wanted} NVLinks up on each GPU"
     fix = (
         "nvidia-smi nvlink -s",
         as_root("reboot   # a link that stays down is a fault of board or card", facts.system),
     )
-
-    def up(gpu: GpuFacts) -> int:
-        return sum(1 for link in gpu.nvlinks or () if link.up)
-
-    few = [
-        gpu
-        for gpu in chosen
-        if gpu.nvlinks is not None and all(x.up is not None for x in gpu.nvlinks) and up(gpu) < wanted
-    ]
+    counts = _links_up(profile, facts)
+    few = {index: count for index, count in counts.items() if count is not None and count < wanted}
     if few:
-        found = listed(few, lambda gpu: f"{up(gpu)} of {wanted} up")
+        found = ", ".join(f"GPU {index} {count} of {wanted} up" for index, count in few.items())
         return fail(f"NVLinks are down: {found}", expected=expected, found=found, fix=fix)
-    if not chosen or any(gpu.nvlinks is None or any(link.up is None for link in gpu.nvlinks) for gpu in chosen):
+    if not counts or None in counts.values():
         return unknown("the state of the NVLinks is not known", expected=expected, fix=fix[:1])
     return ok(expected, expected=expected, found=expected)
+
+
+def _links_up(profile: Profile, facts: HostFacts) -> dict[int, int | None]:
+    """GPU -> links that are up; None where it is not stated."""
+    if facts.gpus is None:
+        text = facts.topology.nvlinks_up if facts.topology is not None else ()
+        return dict(enumerate(text))
+    return {
+        gpu.index: None
+        if gpu.nvlinks is None or any(link.up is None for link in gpu.nvlinks)
+        else sum(1 for link in gpu.nvlinks if link.up)
+        for gpu in used(profile, facts)
+    }
 
 
 def peer_access(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
@@ -210,8 +216,10 @@ def agreement(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     return ok("agree", expected=expected, found="agree")
 
 
-def _numa(profile: Profile, facts: HostFacts, gpus: tuple[GpuFacts, ...]) -> Verdict:
+def numa(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     """The GPUs of each group share a node, and the groups do not all hang on one of several."""
+    if not profile.hardware.gpus:
+        return skip("no GPU in this profile")
     nodes = facts.memory.numa_nodes
     expected = "the GPUs of each group on one NUMA node, the groups spread over the nodes"
     fix = ("nvidia-smi topo -m   # column NUMA Affinity", "cat /sys/bus/pci/devices/*/numa_node")
@@ -219,8 +227,13 @@ def _numa(profile: Profile, facts: HostFacts, gpus: tuple[GpuFacts, ...]) -> Ver
         return unknown("the machine's NUMA nodes are not known", expected=expected, fix=fix)
     if len(nodes) == 1:
         return ok("one NUMA node", expected=expected, found="one node")
-    known = {gpu.index: gpu.numa_node for gpu in gpus}
-    chosen = groups(profile, facts) or {"gpus": tuple(gpu.index for gpu in used(profile, facts))}
+    if facts.gpus is not None:
+        known = {gpu.index: gpu.numa_node for gpu in facts.gpus}
+    else:
+        known = dict(enumerate(facts.topology.numa if facts.topology is not None else ()))
+    if not known:
+        return unknown("the GPUs are not known", expected=expected, fix=fix)
+    chosen = groups(profile, facts) or {"gpus": tuple(range(profile.hardware.gpus))}
     places = {name: [known.get(index) for index in group] for name, group in chosen.items()}
     if any(node is None for row in places.values() for node in row):
         return unknown("the NUMA node of a GPU is not known", expected=expected, fix=fix)
@@ -298,7 +311,7 @@ CHECKS = (
         1,
         GROUP,
         "a dead link that halves the bandwidth of a pair without an error",
-        asked(lambda profile: f"{profile.hardware.nvlinks_per_gpu} NVLinks up on each GPU", _ports),
+        ports,
     ),
     Check(
         "gpu.peer-access",
@@ -330,7 +343,7 @@ CHECKS = (
         1,
         GROUP,
         "Engram tables on the wrong node, read across the socket link",
-        asked(lambda profile: "the GPUs' NUMA nodes known", _numa),
+        numa,
     ),
     Check(
         "gpu.order",

@@ -49,7 +49,7 @@ RESTS_ON = {
     "gpus": {
         *("gpu.driver", "gpu.count", "gpu.name", "gpu.memory", "gpu.capability", "gpu.weights", "gpu.free-memory"),
         *("gpu.processes", "gpu.mode", "gpu.ecc", "gpu.persistence", "gpu.power-limit", "gpu.throttle", "gpu.pcie"),
-        *("gpu.nvlink-ports", "gpu.numa", "gpu.clock-target", "gpu.topology-agrees"),
+        *("gpu.clock-target", "gpu.topology-agrees"),
     },
     "gpus.*.compute_capability": {"gpu.capability"},
     "gpus.*.memory_free_mib": {"gpu.free-memory"},

@@ -177,6 +177,26 @@ def test_links_that_are_up_are_counted() -> None:
     assert smitext.nvlink_status("GPU 0: x\n\t Link 0: <inactive>\n\t Link 1: 25.781 GB/s\nGPU 1: y\n") == (1, None)
 
 
+def test_a_card_with_dead_links_is_named_by_the_text_alone() -> None:
+    links = text("v100-sxm2-32gb-8x.nvlink-s.txt")
+    good = changed(machine("v100-8x-hugepages-reserved"), gpus=None, topology=smi.parse(text(V100), "", links))
+    assert ask("gpu.nvlink-ports", "v100-pp2tp4", good).status == Status.OK
+    inactive = text("nvlink-s_one-gpu-inactive.txt")
+    dead = changed(good, topology=smi.parse(text(V100), "", inactive))
+    finding = ask("gpu.nvlink-ports", "v100-pp2tp4", dead)
+    assert finding.status == Status.FAIL and "GPU 2 0 of 6 up" in finding.summary
+    assert ask("gpu.nvlink-ports", "v100-pp2tp4", changed(good, topology=smi.parse(text(V100)))).status == "unknown"
+
+
+def test_an_uneven_split_over_numa_nodes_is_a_warning() -> None:
+    finding = ask("gpu.numa", "v100-pp2tp4", known_by_text(text("pcie-only-8x_6plus2-numa_tabs.txt")))
+    assert finding.status == Status.WARN and "c: node 0/1" in finding.summary
+    assert ask("gpu.numa", "v100-pp2tp4", known_by_text(text(V100))).status == Status.OK
+    # an old driver's table has no such column: then sysfs must say it, and here nobody asked sysfs
+    old = known_by_text(text("dgx1-v100-8x_4nic_old-header_tabs.txt"))
+    assert ask("gpu.numa", "v100-pp2tp4", old).status == Status.UNKNOWN
+
+
 def test_two_sources_that_disagree_are_a_finding_that_names_the_pair() -> None:
     facts = machine("v100-8x-hugepages-reserved")
     assert facts.topology is not None and topology.disagreements(facts) == []
