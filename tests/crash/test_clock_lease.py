@@ -203,6 +203,36 @@ def test_a_command_killed_between_two_locks_leaves_none(
     wait_until(lambda: machine.driver.locks() == {})
 
 
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+@pytest.mark.parametrize("at", range(1, 7))
+def test_a_command_killed_at_any_durable_write_leaves_no_lock(
+    machine: Machine, owner: subprocess.Popen[bytes], call: str, at: int
+) -> None:
+    """Three writes of the journal: before the guardian, with it, and when all is locked."""
+    target = "os.fsync" if call == "fsync" else "pathlib.Path.rename"
+    code = (
+        "import os, pathlib, signal\nfrom ds41ctl.cli import main\n"
+        f"plain, count = {target}, [0]\n"
+        "def counted(*args):\n"
+        "    count[0] += 1\n"
+        f"    if count[0] == {at}: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return plain(*args)\n"
+        f"{target} = counted\n"
+        f"main(['clocks', 'lock', '--pid', '{owner.pid}', '--profile', 'v100-pp2tp4'])\n"
+    )
+    environ = {**machine.driver.environ, "DS41_STATE_DIR": str(machine.state)}
+    environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, timeout=60)
+    reached = at <= (6 if call == "fsync" else 3)
+    assert done.returncode == (-signal.SIGKILL if reached else 0)
+    assert machine.driver.locks() == {} or machine.journal.exists(), "no lock that nobody has written down"
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    machine.run("status")  # whatever was left, the next command puts right
+    wait_until(lambda: machine.driver.locks() == {})
+    wait_until(lambda: not machine.journal.exists())
+
+
 def test_a_gpu_that_refuses_undoes_the_others_and_is_named(machine: Machine, owner: subprocess.Popen[bytes]) -> None:
     cards = nvml.v100()
     cards.gpus[5]["lock_error"] = 3
