@@ -61,16 +61,27 @@ def up_plan(session: Session) -> Plan:
                 commands=mounts,
             )
         )
-    if profile.clocks.sm_mhz is not None:
-        steps.append(PlannedStep(step="clocks", what=f"lock SM clocks at {profile.clocks.sm_mhz} MHz"))
-    steps += [serve_step(session), PlannedStep(step="smoke", what="ask the engine (ds41ctl smoke --list)")]
+    steps += [*_start(session), PlannedStep(step="smoke", what="ask the engine (ds41ctl smoke --list)")]
     return serve_plan(layout, _store_folder(session), "up", tuple(steps))
 
 
 def plan_of_serve(session: Session) -> Plan:
     """Plan of `serve`."""
-    steps = (PlannedStep(step="preflight", what="check this machine for a start"), serve_step(session))
+    steps = (PlannedStep(step="preflight", what="check this machine for a start"), *_start(session))
     return serve_plan(session.layout, _store_folder(session), "serve", steps)
+
+
+def _start(session: Session) -> list[PlannedStep]:
+    """The start of the engine, and the clock lease it then owns."""
+    clocks = session.profile.clocks
+    if clocks.sm_mhz is None:
+        return [serve_step(session)]
+    what = f"lock SM clocks at {clocks.sm_mhz} MHz" + (f", governor {clocks.governor}" if clocks.governor else "")
+    journal = session.dirs.state / "clocks" / f"{session.profile.name}.json"
+    return [
+        serve_step(session),
+        PlannedStep(step="clocks", what=f"{what}, until the engine ends", writes=(str(journal),)),
+    ]
 
 
 def _store_folder(session: Session) -> str:

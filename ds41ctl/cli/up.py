@@ -9,7 +9,7 @@ import shlex
 import typer
 
 from ds41ctl import cli
-from ds41ctl.cli import options, runs
+from ds41ctl.cli import clocks, options, runs
 from ds41ctl.cli.app import group
 from ds41ctl.cli.planning import print_plan, up_plan
 from ds41ctl.cli.session import Session, open_session
@@ -50,11 +50,11 @@ def up(
             runner.skip("engram", "this profile keeps no store")
         else:
             runner.step(EngramBuild(layout))
-        if session.profile.clocks.sm_mhz is None:
-            runner.skip("clocks", "this profile leaves clocks alone")
         runner.step(Serve(layout, session.profile_path, os.environ))
-        smoke = runs.Smoke(session)
-        passed = runner.judge(smoke)
+        clocks.hold(runner, session, strict=strict)
+        with clocks.sampled(runner, session) as clocks_kept:
+            passed = runner.judge(runs.Smoke(session))
+        passed = clocks_kept() and passed
         if not passed:
             cli.out.hint("ds41ctl smoke -v")
             raise typer.Exit(int(Exit.FINDINGS))
