@@ -17,7 +17,7 @@ def probe(layout: Layout) -> HostFacts:
     record = running.read(layout.record_path)
     return facts.model_copy(
         update={
-            "pack": pack.inspect(layout.profile, layout.model_dir),
+            "pack": pack.inspect(layout),
             "store": store.inspect(layout),
             "engine": enginevenv.inspect(layout) if layout.profile.engine.kind == "venv" else None,
             "running": None

@@ -29,7 +29,7 @@ def up_plan(session: Session) -> Plan:
     from ds41ctl.adapters import pack, store
 
     layout, profile = session.layout, session.profile
-    wanted = pack.expected(profile)
+    wanted = [item for held in pack.holdings(layout) or () for item in held.items]
     sources = ", ".join(source.what or source.kind for source in profile.model.sources)
     steps = [
         PlannedStep(step="preflight", what="check this machine (ds41ctl preflight --list)"),

@@ -48,6 +48,7 @@ class HubSource(_Model):
     repo: str
     revision: Revision
     patterns: tuple[str, ...] = ("*",)
+    dir: str = Field("", description="folder below the data folder; empty: the pack's own folder")
     what: str = ""
 
 
@@ -77,6 +78,21 @@ class EngramTable(_Model):
     shard: str
 
 
+class Graft(_Model):
+    """A hybrid pack made of links: trunk and experts of two packs, some layers' experts of a third one.
+
+    `trunk`, `experts` and `donor` are the `dir` of three sources.
+    """
+
+    trunk: str = Field(description="every tensor that is no routed expert, and the Engram tables")
+    experts: str = Field(description="routed experts of the layers that are not grafted, and the EXL3 settings")
+    donor: str = Field(description="routed experts of the grafted layers")
+    layers: tuple[int, ...] = Field(min_length=1)
+    bits: float = Field(gt=0, le=8, description="K of every grafted matrix, bits a weight")
+    tensors: int = Field(gt=0, description="tensors the hybrid's index must name")
+    grafted: int = Field(gt=0, description="tensors that must come from the donor")
+
+
 class Model(_Model):
     """The pack: where it comes from and what must be true of it."""
 
@@ -86,6 +102,12 @@ class Model(_Model):
     vocab_size: int = Field(gt=0)
     compressed_vocab_size: int = Field(gt=0, description="ids after the Engram token map")
     engram: tuple[EngramTable, ...]
+    graft: Graft | None = Field(None, description="set: the pack's folder is built from the sources' folders")
+
+    @property
+    def hub_sources(self) -> tuple[HubSource, ...]:
+        """The sources that are downloaded."""
+        return tuple(source for source in self.sources if isinstance(source, HubSource))
 
     @property
     def engram_layers(self) -> tuple[int, ...]:
@@ -195,6 +217,11 @@ class Profile(_Model):
             raise ValueError(f"hardware.gpu_groups name {len(used)} GPUs, hardware.gpus says {self.hardware.gpus}")
         if self.engine.kind == "container" and not self.engine.image:
             raise ValueError("engine.image is missing for a container engine")
+        if self.model.graft is not None:
+            dirs = {source.dir for source in self.model.hub_sources}
+            for part in ("trunk", "experts", "donor"):
+                if getattr(self.model.graft, part) not in dirs - {""}:
+                    raise ValueError(f"model.graft.{part} is the dir of no source")
         uncovered = [key for key in _number_keys(self.model_dump(by_alias=True)) if not self._source_of(key)]
         if uncovered:
             raise ValueError("numbers without a source in [provenance]: " + ", ".join(uncovered))

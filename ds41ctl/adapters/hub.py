@@ -1,0 +1,229 @@
+"""Hub: file lists, credentials and Xet streams. The only module that imports huggingface_hub and hf_xet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds41ctl.adapters import download
+from ds41ctl.adapters.download import Fault, Limits, Stream
+from ds41ctl.core.errors import Ds41Error, IntegrityError, NetworkError
+from ds41ctl.core.pins import PinnedFile, PinnedTree, check_paths
+
+HUB = "https://huggingface.co"
+# huggingface_hub reads these once, at import; its defaults of 10 s end multi-gigabyte requests on a busy line
+TIMEOUTS = {"HF_HUB_DOWNLOAD_TIMEOUT": "120", "HF_HUB_ETAG_TIMEOUT": "30"}
+_XET_TOKEN_SPARE_S = 60
+
+
+def _library() -> Any:
+    for name, value in TIMEOUTS.items():
+        os.environ.setdefault(name, value)
+    import huggingface_hub
+
+    return huggingface_hub
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+@dataclass
+class Hub:
+    """A Hub or a mirror of it, as the HF_* conventions of this environment say.
+
+    `xet` says whether big files come from Xet storage; a mirror usually has none.
+    """
+
+    endpoint: str
+    token: str | None = field(repr=False)
+    offline: bool
+    xet: bool
+    limits: Limits = field(default_factory=Limits)
+
+    @classmethod
+    def of_environment(cls, *, xet: bool | None = None, limits: Limits | None = None) -> Hub:
+        """HF_ENDPOINT, HF_TOKEN (or the token file in HF_HOME), HF_HUB_OFFLINE, HF_HUB_DISABLE_XET.
+
+        `xet` None: on for the Hub itself, off for a mirror.
+        """
+        endpoint = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
+        wanted = endpoint == HUB and not _flag("HF_HUB_DISABLE_XET") if xet is None else xet
+        return cls(endpoint, _library().get_token(), _flag("HF_HUB_OFFLINE"), wanted, limits or Limits())
+
+    @property
+    def name(self) -> str:
+        """The endpoint's host, for messages."""
+        return urllib.parse.urlsplit(self.endpoint).netloc
+
+    def demand_online(self, what: str) -> None:
+        """Raise NetworkError when this environment forbids the network."""
+        if self.offline:
+            raise NetworkError(f"HF_HUB_OFFLINE is set: {what} cannot be fetched", hints=("unset HF_HUB_OFFLINE",))
+
+    def url(self, repo: str, revision: str, path: str) -> str:
+        """Where a file is downloaded."""
+        return f"{self.endpoint}/{repo}/resolve/{revision}/{urllib.parse.quote(path)}"
+
+    def tree(self, repo: str, revision: str) -> PinnedTree:
+        """Every file of a repository at one commit.
+
+        Raises IntegrityError when the server answers with another commit or with unsafe paths, NotFoundError,
+        UnauthorisedError, NetworkError.
+        """
+        self.demand_online(f"the file list of {repo}")
+        for attempt in range(1, self.limits.attempts + 1):
+            try:
+                return self._tree(repo, revision)
+            except Fault as fault:
+                if attempt == self.limits.attempts:
+                    raise
+                time.sleep(pause(self.limits, attempt, fault.retry_after))
+        raise AssertionError("unreachable")
+
+    def _tree(self, repo: str, revision: str) -> PinnedTree:
+        library = _library()
+        what = f"{repo}@{revision[:12]}"
+        api = library.HfApi(endpoint=self.endpoint, token=self.token or False, library_name="ds41ctl")
+        try:
+            found = api.model_info(repo, revision=revision, timeout=self.limits.stall_s)
+            if found.sha != revision:
+                raise IntegrityError(f"{what}: the server answers with commit {found.sha}")
+            entries = list(api.list_repo_tree(repo, recursive=True, revision=revision))
+        except Ds41Error:
+            raise
+        except Exception as error:
+            raise self._translated(error, what) from None
+        tree = PinnedTree(
+            repo=repo,
+            revision=revision,
+            files=tuple(
+                PinnedFile(
+                    path=item.path,
+                    size=item.size,
+                    oid=item.blob_id,
+                    sha256=item.lfs.sha256 if item.lfs else "",
+                    xet=getattr(item, "xet_hash", None) or "",
+                )
+                for item in entries
+                if hasattr(item, "blob_id")
+            ),
+        )
+        check_paths(tree)
+        return tree
+
+    def _translated(self, error: Exception, what: str) -> Ds41Error:
+        response = getattr(error, "response", None)
+        status = getattr(response, "status_code", None)
+        if response is not None and isinstance(status, int):
+            return download.status_error(status, response.headers, self.endpoint, what=what)
+        if isinstance(error, (KeyError, TypeError, ValueError, AttributeError)):
+            return NetworkError(f"{what}: {self.name} does not answer as a Hub does ({type(error).__name__})")
+        return download.translate(error, self.endpoint)
+
+    def xet_store(self, client: download.Client, repo: str, revision: str) -> XetStore:
+        """The Xet storage behind a repository; nothing is asked yet."""
+        return XetStore(self, client, repo, revision)
+
+
+def pause(limits: Limits, attempt: int, retry_after: float | None) -> float:
+    """Seconds to wait before try number `attempt` + 1."""
+    return retry_after if retry_after is not None else min(limits.backoff_s * 2 ** (attempt - 1), limits.backoff_max_s)
+
+
+class XetStore:
+    """Ranged streams of files in Xet storage; the connection is made on first use and shared."""
+
+    def __init__(self, hub: Hub, client: download.Client, repo: str, revision: str) -> None:
+        self._hub, self._client = hub, client
+        self._token_url = f"{hub.endpoint}/api/models/{repo}/xet-read-token/{revision}"
+        self._lock = threading.Lock()
+        self._session: Any = None
+        self._group: Any = None
+        self._expires = 0
+
+    def file(self, xet_hash: str, size: int, what: str) -> XetFile:
+        """One file of the store."""
+        return XetFile(self, xet_hash, size, what)
+
+    def group(self) -> Any:
+        """The stream group, with a token that is still good for a while."""
+        with self._lock:
+            if self._group is None or self._expires <= time.time() + _XET_TOKEN_SPARE_S:
+                self._group = self._connect()
+            return self._group
+
+    def _connect(self) -> Any:
+        import hf_xet
+
+        headers = self._client.get_headers(self._token_url, "the Xet token")
+        try:
+            endpoint, token = headers["x-xet-cas-url"], headers["x-xet-access-token"]
+            self._expires = int(headers["x-xet-token-expiration"])
+        except (KeyError, ValueError):
+            raise Fault(f"{self._hub.name} gives no usable Xet token") from None
+        if self._session is None:
+            self._session = hf_xet.XetSession()
+        refresh = {"Authorization": f"Bearer {self._hub.token}"} if self._hub.token else {}
+        return self._session.new_download_stream_group(
+            endpoint=endpoint,
+            token=token,
+            token_expiry_unix_secs=self._expires,
+            token_refresh_url=self._token_url,
+            token_refresh_headers=refresh,
+        )
+
+
+class XetFile:
+    """One file in Xet storage."""
+
+    label = "xet"
+
+    def __init__(self, store: XetStore, xet_hash: str, size: int, what: str) -> None:
+        self._store, self._hash, self._size, self._what = store, xet_hash, size, what
+
+    @contextlib.contextmanager
+    def open(self, begin: int, end: int) -> Iterator[Stream]:
+        """Bytes [begin, end). Raises Fault whatever goes wrong in the library."""
+        import hf_xet
+
+        group = self._store.group()
+        try:
+            stream = group.download_stream(hf_xet.XetFileInfo(self._hash, self._size), start=begin, end=end)
+        except Exception as error:
+            raise Fault(f"{self._what}: Xet: {_first_line(error)}") from None
+        try:
+            yield _XetBody(stream, end - begin, self._what)
+        finally:
+            with contextlib.suppress(Exception):
+                stream.cancel()
+
+
+class _XetBody:
+    def __init__(self, stream: Any, length: int, what: str) -> None:
+        self._stream, self._left, self._what = stream, length, what
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for chunk in self._stream:
+                piece = bytes(chunk)[: self._left]
+                self._left -= len(piece)
+                yield piece
+        except Exception as error:
+            raise Fault(f"{self._what}: Xet: {_first_line(error)}") from None
+        if self._left:
+            raise Fault(f"{self._what}: Xet: the stream ended {self._left} bytes early")
+
+    def cancel(self) -> None:
+        """Stop the stream: its reader ends."""
+        self._stream.cancel()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
