@@ -53,9 +53,20 @@ def drift(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
             + (f" and {len(engine.drift) - 1} more" if engine.drift[1:] else ""),
             expected=expected,
             found=f"{len(engine.drift)} difference(s)",
-            fix=(command("engine install", profile),),
+            fix=(command("engine install --force", profile),),
             why="numbers and answers of a changed engine are not those of the pinned one",
             evidence=engine.drift,
+        )
+    if engine.outdated and stage == "up":
+        return skip(f"will be brought up to date: {engine.outdated[0]}")
+    if engine.outdated:
+        return fail(
+            f"the engine is not the one this profile pins: {engine.outdated[0]}",
+            expected=expected,
+            found=f"{len(engine.outdated)} difference(s)",
+            fix=(command("engine install", profile),),
+            why="numbers and answers of another engine are not those of the pinned one",
+            evidence=engine.outdated,
         )
     if not engine.manifest_digest:
         return unknown(

@@ -53,6 +53,8 @@ def store(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
         return fail(f"there is no store in {found.dir}", expected=expected, found="not built", fix=(build,))
     rebuild = (command("engram drop", profile), build)
     why = "the engine would refuse to start, or read rows that are not the pack's"
+    if found.problem and stage == "up":
+        return skip(f"will be built again in {found.dir}: {found.problem}")
     if found.problem:
         return fail(
             f"the store in {found.dir} is not valid: {found.problem}",

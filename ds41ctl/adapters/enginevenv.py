@@ -84,34 +84,38 @@ def manifest_digest(folder: Path) -> str:
     return files.file_sha256(path) if path.is_file() else ""
 
 
-def drift(layout: Layout, *, every_file: bool) -> list[str]:
-    """How the installed engine differs from its manifest and from what the profile wants; [] when it does not.
+def outdated(layout: Layout, tree: dict[str, Any]) -> list[str]:
+    """How what the engine was made from differs from what the profile wants now: lock, torch, plugin, Python."""
+    before = tree["made_from"]
+    return [
+        f"{key.replace('_', ' ')}: installed from {_short(before.get(key))}, wanted {_short(value)}"
+        for key, value in wanted(layout).items()
+        if before.get(key) != value
+    ]
 
-    Quick: lock, torch, plugin source, the set of distributions and their RECORD digests. `every_file`: also the
-    size and sha256 of every installed file against its RECORD.
+
+def drift(layout: Layout, tree: dict[str, Any], *, every_file: bool) -> list[str]:
+    """How the installed engine differs from its manifest; [] when it does not.
+
+    Quick: the set of distributions and their RECORD digests. `every_file`: also the size and sha256 of every
+    installed file against its RECORD.
     """
-    tree = read_manifest(layout.engine_dir)
-    if tree is None:
-        return ["not installed"]
-    found: list[str] = []
-    for key, value in wanted(layout).items():
-        if tree["made_from"].get(key) != value:
-            found.append(
-                f"{key.replace('_', ' ')}: installed from {_short(tree['made_from'].get(key))}, wanted {_short(value)}"
-            )
     try:
         site = _site_packages(layout.engine_dir)
         now = _distributions(site)
     except Ds41Error as error:
-        return [*found, error.message]
+        return [error.message]
+    found: list[str] = []
     recorded: dict[str, dict[str, str]] = tree["distributions"]
     for name in sorted(recorded.keys() | now.keys()):
         if name not in now:
             found.append(f"{name} {recorded[name]['version']} is gone")
         elif name not in recorded:
             found.append(f"{name} {now[name]['version']} was added")
-        elif now[name] != recorded[name]:
+        elif now[name]["version"] != recorded[name]["version"]:
             found.append(f"{name} changed from {recorded[name]['version']} to {now[name]['version']}")
+        elif now[name] != recorded[name]:
+            found.append(f"{name} {now[name]['version']} was installed again from other files")
     if every_file:
         found += _changed_files(site)
     return found
@@ -148,7 +152,8 @@ def inspect(layout: Layout) -> EngineFacts:
         manifest_digest=manifest_digest(layout.engine_dir),
         versions={name: tree["distributions"][name]["version"] for name in KEY if name in tree["distributions"]},
         distributions=len(tree["distributions"]),
-        drift=tuple(drift(layout, every_file=False)),
+        drift=tuple(drift(layout, tree, every_file=False)),
+        outdated=tuple(outdated(layout, tree)),
     )
 
 
@@ -178,7 +183,7 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress) -> N
     env = _install_env(environ)
     previous = read_manifest(folder)
     (folder / MANIFEST).unlink(missing_ok=True)
-    if previous is not None and _only_plugin_changed(folder, previous, made_from):
+    if previous is not None and _only_plugin_changed(layout, previous, made_from):
         progress("ds41_engine", {})
         _install_plugin(_pip_argv(folder), env, progress)
     else:
@@ -200,16 +205,12 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress) -> N
     )
 
 
-def _only_plugin_changed(folder: Path, previous: dict[str, Any], made_from: dict[str, str]) -> bool:
+def _only_plugin_changed(layout: Layout, previous: dict[str, Any], made_from: dict[str, str]) -> bool:
     """True when the venv is as its manifest says and differs from what is wanted by our plugin's source alone."""
     before = previous["made_from"]
     if {key for key in made_from if before.get(key) != made_from[key]} != {"plugin_sha256"}:
         return False
-    try:
-        recorded: dict[str, dict[str, str]] = previous["distributions"]
-        return _distributions(_site_packages(folder)) == recorded
-    except Ds41Error:
-        return False
+    return not drift(layout, previous, every_file=False)
 
 
 def _pip_argv(folder: Path) -> list[str]:

@@ -15,7 +15,13 @@ from typing import Any
 
 from ds41ctl.adapters import files, mounts, pack, proc
 from ds41ctl.core.engram import RECORD_BYTES, SCALE_BYTES, WEIGHT_BYTES, Geometry
-from ds41ctl.core.errors import DeniedError, Ds41Error, IntegrityError, NoSpaceError, UnsupportedError
+from ds41ctl.core.errors import (
+    AlreadyRunningError,
+    DeniedError,
+    IntegrityError,
+    NoSpaceError,
+    UnsupportedError,
+)
 from ds41ctl.core.facts import StoreFacts
 from ds41ctl.core.layout import Layout
 
@@ -157,10 +163,13 @@ def build(layout: Layout, geometry: Geometry, progress: Progress) -> Path:
     mount = mounts.mount_of(folder)
     if not mount.memory_backed and layout.profile.engram.storage == "tmpfs":
         progress(f"{folder} is on {mount.fstype}, not in memory: rows will be read from disk", {})
-    with contextlib.suppress(FileNotFoundError):
-        (folder / MANIFEST).unlink()  # from here on there is no valid store until the new manifest is published
+    _refuse_mapped(folder)
+    # from here on there is no valid store until the new manifest is published; the old records go first, since a
+    # tmpfs sized for one store cannot hold two
+    for path in (folder / MANIFEST, *folder.glob("layer-*.engram*")):
+        path.unlink(missing_ok=True)
     need = needed_bytes(layout)
-    have = mounts.free_bytes(folder) + sum(path.stat().st_size for path in folder.glob("layer-*.engram"))
+    have = mounts.free_bytes(folder)
     if have < need:
         raise NoSpaceError(
             f"the Engram store needs {need} bytes in {folder}, {have} are free",
@@ -365,14 +374,27 @@ def _mapped(path: Path) -> Iterator[mmap.mmap]:
 
 
 def mapped_by(folder: Path) -> list[int]:
-    """Pids of processes that map a file of the store (those this user may look into)."""
+    """Pids of processes that map a file of the store (those this user may look into).
+
+    A file that was replaced since it was mapped does not count: such a process reads rows of an older store.
+    """
     prefix = str(folder.resolve()) + "/"
     found = []
     for pid in proc.pids():
         with contextlib.suppress(OSError):
-            if prefix in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            if any(prefix in line and not line.endswith(" (deleted)") for line in lines):
                 found.append(pid)
     return found
+
+
+def _refuse_mapped(folder: Path) -> None:
+    users = mapped_by(folder)
+    if users:
+        raise AlreadyRunningError(
+            f"the Engram store in {folder} is mapped by {', '.join(proc.describe(pid) for pid in users)}",
+            hints=("ds41ctl stop",),
+        )
 
 
 def drop(layout: Layout) -> list[str]:
@@ -381,12 +403,7 @@ def drop(layout: Layout) -> list[str]:
     for folder in layout.store_dirs:
         if not folder.is_dir():
             continue
-        users = mapped_by(folder)
-        if users:
-            raise Ds41Error(
-                f"the Engram store in {folder} is mapped by {', '.join(proc.describe(pid) for pid in users)}",
-                hints=("ds41ctl stop",),
-            )
+        _refuse_mapped(folder)
         names = [folder / MANIFEST, *folder.glob("layer-*.engram"), *folder.glob("*" + files.PART_SUFFIX)]
         for path in names:
             with contextlib.suppress(FileNotFoundError):

@@ -43,10 +43,11 @@ def serve(
     record = running.read(session.layout.record_path)
     if replace and record is not None:
         stop.end(session.layout, record)
-    refuse_second(session.layout)
+    under_way = refuse_second(session.layout) is not None
     cli.out.line(heading("serve", session))
     with runs.run(session, "serve") as runner:
-        runs.demand(runner, runs.Preflight(session, stage="serve", strict=strict, skip=tuple(skip_check or ())))
+        if not under_way:  # its checks were made, and it holds the port by now
+            runs.demand(runner, runs.Preflight(session, stage="serve", strict=strict, skip=tuple(skip_check or ())))
         step = Serve(session.layout, session.profile_path, os.environ, foreground=foreground)
         runner.step(step)
     serving(session)

@@ -95,3 +95,9 @@ class FindingsError(Ds41Error):
     """Something was checked and found wrong (for example `stop` left an orphan)."""
 
     code = Exit.FINDINGS
+
+
+class DetachedError(Ds41Error):
+    """Interrupted while waiting for something that goes on without us."""
+
+    code = Exit.SIGINT

@@ -172,7 +172,8 @@ class StoreFacts(_Facts):
 
 
 class EngineFacts(_Facts):
-    """The installed engine. `drift` lists what differs from its manifest."""
+    """The installed engine. `drift` lists what differs from its manifest (somebody changed it), `outdated` how what it
+    was made from differs from what the profile wants now (an upgrade)."""
 
     dir: str
     kind: str = ""
@@ -181,6 +182,7 @@ class EngineFacts(_Facts):
     versions: dict[str, str] = Field(default_factory=dict)
     distributions: int = 0
     drift: tuple[str, ...] = ()
+    outdated: tuple[str, ...] = ()
     problem: str = ""
 
 

@@ -45,8 +45,12 @@ class PackRecipe:
     sources: Mapping[str, Mapping[str, Any]]
 
 
-def _bad(where: object, found: str, expected: str) -> ValueError:
-    return ValueError(f"pack recipe {where}: {found}; expected {expected}; reinstall ds41ctl to restore its data")
+class _RecipeError(ValueError):
+    """A ValueError that is already the one line the user should read."""
+
+
+def _bad(where: object, found: str, expected: str) -> _RecipeError:
+    return _RecipeError(f"pack recipe {where}: {found}; expected {expected}; reinstall ds41ctl to restore its data")
 
 
 def load_recipe(folder: Path) -> PackRecipe:
@@ -93,7 +97,9 @@ def generate(recipe: PackRecipe, name: str) -> Iterator[bytes]:
         raise _bad(recipe.folder / RECIPE_FILE, f"{name} has unknown kind {kind!r}", ", ".join(_MAKERS))
     try:
         yield from maker(recipe, source)
-    except (KeyError, TypeError, IndexError, struct.error, lzma.LZMAError, EOFError) as error:
+    except _RecipeError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error, lzma.LZMAError, EOFError) as error:
         what = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise _bad(recipe.folder, f"data for {name} is corrupt ({what})", "intact recipe data") from None
 
@@ -166,11 +172,7 @@ def _make_copy(recipe: PackRecipe, source: Mapping[str, Any]) -> Iterator[bytes]
 
 def _make_tokenizer(recipe: PackRecipe, source: Mapping[str, Any]) -> Iterator[bytes]:
     """tokenizer.json: the committed base vocabulary and merges, filler ids up to vocab_size, special ids."""
-    try:
-        seed = json.loads(_read(recipe.folder, source["file"]))
-    except ValueError as error:
-        raise _bad(recipe.folder / source["file"], f"is no JSON ({error})".replace("\n", " "), "JSON") from None
-    yield tokenizer_json(seed).encode()
+    yield tokenizer_json(json.loads(_read(recipe.folder, source["file"]))).encode()
 
 
 def tokenizer_json(seed: Mapping[str, Any]) -> str:

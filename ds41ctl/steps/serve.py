@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +21,7 @@ from ds41ctl.adapters.paths import private_dir
 from ds41ctl.adapters.running import Running
 from ds41ctl.core.errors import (
     AlreadyRunningError,
+    DetachedError,
     Ds41Error,
     EngineDiedError,
     IntegrityError,
@@ -102,6 +103,12 @@ class Serve:
         state = health(record.url)
         if state != "ok":
             return Goal(False, f"pid {record.pid} runs, but /health says {state}")
+        if not self._maps_store(record):
+            raise IntegrityError(
+                f"the running engine (pid {record.pid}) does not map the Engram store as it is now: "
+                "the store was replaced since it started",
+                hints=("ds41ctl serve --replace",),
+            )
         return Goal(
             True,
             f"ready: pid {record.pid}, {record.url}/v1",
@@ -113,20 +120,24 @@ class Serve:
         """Start it. On any failure nothing of the engine is left running."""
         lock = self.layout.dirs.state / "locks" / f"serve-{self.layout.name}.lock"
         with files.locked(lock, f"starting {self.layout.name}"):
-            refuse_second(self.layout)
-            self._refuse_unfit()
-            record, spec = self._prepare()
-            argv = [sys.executable, "-I", str(Path(pane_module.__file__)), str(spec)]
-            progress("starting", {})
-            record = self._launch(argv, record)
+            record = refuse_second(self.layout)
+            if record is not None:
+                progress(f"a start is under way (pid {record.pid}): waiting for it", {})
+                self.holder = TmuxHolder(self.layout.socket_path, record.identity)
+            else:
+                self._refuse_unfit()
+                record, spec = self._prepare()
+                argv = [sys.executable, "-I", str(Path(pane_module.__file__)), str(spec)]
+                progress("starting", {})
+                record = self._launch(argv, record)
             self.record = record
             try:
                 self._wait(record, progress)
             except KeyboardInterrupt:
                 if not self.foreground:
-                    raise Ds41Error(
+                    raise DetachedError(
                         "interrupted; the engine goes on starting in the background",
-                        hints=("ds41ctl status", "ds41ctl stop"),
+                        hints=("ds41ctl up   # waits for it again", "ds41ctl stop"),
                     ) from None
                 stop.end(self.layout, record)
                 raise
@@ -275,14 +286,18 @@ class Serve:
                 detail=(marker.why,) if marker.why else (),
                 hints=("ds41ctl logs",),
             )
-        if self.layout.profile.engram.storage != "none":
-            folder = store.locate(self.layout)
-            ours = {item.pid for item in proc.family(record.pid, record.marker)}
-            if not ours & set(store.mapped_by(folder)):
-                raise EngineDiedError(
-                    f"the engine answers, but none of its processes maps the Engram store in {folder}",
-                    hints=("ds41ctl logs",),
-                )
+        if not self._maps_store(record):
+            raise EngineDiedError(
+                f"the engine answers, but none of its processes maps the Engram store in {store.locate(self.layout)}",
+                hints=("ds41ctl logs",),
+            )
+
+    def _maps_store(self, record: Running) -> bool:
+        """True when a process of the engine maps the store (or the profile keeps none)."""
+        if self.layout.profile.engram.storage == "none":
+            return True
+        ours = {item.pid for item in proc.family(record.pid, record.marker)}
+        return bool(ours & set(store.mapped_by(store.locate(self.layout))))
 
 
 @dataclass
@@ -338,19 +353,20 @@ def died(message: str, scan: LogScan, log: str) -> EngineDiedError:
     )
 
 
-def refuse_second(layout: Layout) -> None:
-    """Raises AlreadyRunningError when this profile's engine lives; clears the record of a dead one."""
+def refuse_second(layout: Layout) -> Running | None:
+    """The record of a start that is under way and that nobody waits for (its ds41ctl was interrupted or killed).
+
+    Raises AlreadyRunningError when this profile's engine is ready; clears the record of a dead one.
+    """
     record = running.read(layout.record_path)
     if record is None:
-        return
-    if record.alive():
-        raise AlreadyRunningError(
-            f"{layout.name} is already running: {proc.describe(record.pid)} on {record.url}",
-            hints=("ds41ctl status", "ds41ctl stop"),
-        )
-    stop.end(layout, record)
-
-
-def with_port(layout: Layout, port: int) -> Layout:
-    """The same layout on another port."""
-    return replace(layout, port=port)
+        return None
+    if not record.alive():
+        stop.end(layout, record)
+        return None
+    if not record.ready_at:
+        return record
+    raise AlreadyRunningError(
+        f"{layout.name} is already running: {proc.describe(record.pid)} on {record.url}",
+        hints=("ds41ctl status", "ds41ctl stop"),
+    )

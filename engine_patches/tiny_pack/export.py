@@ -36,7 +36,7 @@ _DTYPES = {
     torch.int8: "I8",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int32: "U32",
+    torch.int32: "I32",
 }
 
 
@@ -157,7 +157,7 @@ def write_recipe(model: TinyModel, dataset: Dataset, pack: Path, build: Path | N
     for shard, items in plan.items():
         sources[shard] = {**common, "tensors": items}
     draft = packgen.PackRecipe(pack, spec.REVISION, spec.SEED, (), sources)
-    entries = []
+    entries: list[dict[str, Any]] = []
     for name, source in sources.items():
         digest, size = hashlib.sha256(), 0
         pieces = []

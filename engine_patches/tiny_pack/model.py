@@ -36,7 +36,7 @@ def straight_through(value: Tensor, rounded: Tensor) -> Tensor:
 
 def fake_fp8_groups(x: Tensor, group: int) -> Tensor:
     """Values [..., n] rounded to E4M3 with one power-of-two scale per `group` channels."""
-    parts = x.detach().unflatten(-1, (-1, group))
+    parts = x.detach().reshape(*x.shape[:-1], -1, group)
     largest = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12)
     scale = torch.exp2(torch.ceil(torch.log2(largest / quant.FP8_MAX)))
     rounded = (parts / scale).clamp(-quant.FP8_MAX, quant.FP8_MAX).to(torch.float8_e4m3fn).float() * scale
@@ -61,7 +61,8 @@ def noisy_row(row: Tensor, rope_dim: int, mask: Tensor | None) -> Tensor:
     """A key row as the 584-byte record stores it: E4M3 per 64 channels, the rotary part BF16."""
     if mask is None:
         return row
-    stored = torch.cat((fake_fp8_groups(row[..., :-rope_dim], 64), row[..., -rope_dim:].detach().bfloat16().float()), -1)
+    turned = row[..., -rope_dim:].detach().bfloat16().float()
+    stored = torch.cat((fake_fp8_groups(row[..., :-rope_dim], 64), turned), -1)
     return row + mask * (stored - row.detach())
 
 
@@ -99,19 +100,6 @@ class PlainIndexLinear(PlainLinear):
         return F.linear(x, self.effective_weight())
 
 
-def fake_fp4(weight: Tensor) -> Tensor:
-    """As `quant.fake_mxfp4`, without a lookup table: a CUDA graph cannot capture the table's upload."""
-    groups = weight.unflatten(-1, (-1, quant.FP4_GROUP))
-    largest = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    exponent = torch.ceil(torch.log2(largest / 6.0))
-    exponent = torch.where(largest > 6.0 * torch.exp2(exponent), exponent + 1, exponent)
-    value = groups / torch.exp2(exponent)
-    size = value.abs()
-    step = torch.where(size > 4, 2.0, torch.where(size > 2, 1.0, 0.5))
-    rounded = torch.ceil(size / step - 0.5) * step  # half rounds towards zero, as the encoder does
-    return (torch.copysign(rounded, value) * torch.exp2(exponent)).flatten(-2)
-
-
 class Fp4MoE(backbone.MoE):
     """Experts as MXFP4, activations as block FP8 where noisy."""
 
@@ -119,7 +107,7 @@ class Fp4MoE(backbone.MoE):
         out = []
         for name in ("w1", "w3", "w2"):
             weight = torch.stack([getattr(expert, name).weight for expert in self.experts])
-            out.append(straight_through(weight, fake_fp4(weight.detach())))
+            out.append(straight_through(weight, quant.fake_mxfp4(weight.detach())))
         return out[0], out[1], out[2]
 
     def _dense(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -139,7 +127,7 @@ class Bucket:
 
 
 class Layout:
-    """What depends on the buckets' sizes alone; built once, so that a captured step uploads nothing."""
+    """What depends on the buckets' sizes alone; built once for all steps."""
 
     def __init__(self, parts: list[data.Padded], device: torch.device) -> None:
         self.sizes = [tuple(p.ids.shape) for p in parts]
@@ -153,13 +141,13 @@ class BucketContext:
     """Attention over several buckets of equally padded sequences: one batched masked product a bucket and layer.
 
     Keeps the loss of the indexer: where a sequence has a needle, the last positions' scores must put its groups on top.
-    `force` (a 0..1 scalar tensor) is the share of sequences whose needle is always selected, for the start of training;
+    `force` (0..1) is the share of sequences whose needle is always selected, for the start of training;
     `jitter` is noise on the selection scores in units of their standard deviation.
     """
 
     QUERIES = 16
 
-    def __init__(self, shape: Any, rope: Any, buckets: list[Bucket], force: Tensor | None, jitter: float) -> None:
+    def __init__(self, shape: Any, rope: Any, buckets: list[Bucket], force: float, jitter: float) -> None:
         self.shape, self.rope, self.buckets = shape, rope, buckets
         self.force, self.jitter = force, jitter
         self.keys: dict[int, Tensor] = {}
@@ -221,14 +209,15 @@ class BucketContext:
         heads = query.shape[1]
         dots = torch.bmm(query.view(count, width * heads, -1), keys.transpose(1, 2)).relu()
         dots = dots.view(count, width, heads, -1)
-        return (dots * weight.view(count, width, heads, 1)).sum(2)
+        scores: Tensor = (dots * weight.view(count, width, heads, 1)).sum(2)
+        return scores
 
     def _select(self, layer: Any, number: int, bucket: Bucket, x: Tensor, latent: Tensor) -> Tensor:
         ratio, device = layer.ratio, x.device
         groups = bucket.width // ratio
         positions = torch.arange(bucket.width, device=device)
         group = torch.arange(groups, device=device)
-        visible = (group[None] < ((positions + 1) // ratio)[:, None]).expand(bucket.count, -1, -1)
+        visible: Tensor = (group[None] < ((positions + 1) // ratio)[:, None]).expand(bucket.count, -1, -1)
         if groups <= self.shape.index_topk:
             return visible
         keys = self.index_keys[number]
@@ -238,7 +227,7 @@ class BucketContext:
             if self.jitter:
                 spread = scores.std(-1, keepdim=True)
                 scores = scores + self.jitter * spread * torch.randn_like(scores)
-            chosen = backbone.top_k_mask(scores.masked_fill(~visible, -math.inf), self.shape.index_topk)
+            chosen: Tensor = backbone.top_k_mask(scores.masked_fill(~visible, -math.inf), self.shape.index_topk)
         # [count, groups]: the groups that hold the needle's last tokens
         wanted = (group >= bucket.needle[:, :1] // ratio) & (group <= bucket.needle[:, 1:] // ratio)
         wanted = wanted & (bucket.needle[:, :1] >= 0)
@@ -256,7 +245,7 @@ class BucketContext:
         self.index_losses.append(share.sum() / (has.sum() * self.QUERIES + 1e-6))
         at_tail = chosen[pick, tail] | ~wanted[:, None]
         self.recall.append(((at_tail.all(-1).float() * has).sum() / (has.sum() * self.QUERIES + 1e-6)).detach())
-        if self.force is not None:
+        if self.force:
             lucky = torch.rand(bucket.count, 1, 1, device=device) < self.force
             chosen = chosen | (lucky & wanted[:, None] & visible)
         return chosen
@@ -264,6 +253,8 @@ class BucketContext:
 
 class TinyModel(nn.Module):
     """Everything that is trained. Vocabulary rows are compact: trained ids, then one filler row."""
+
+    pictures: Tensor
 
     def __init__(self, dataset: data.Dataset, seed: int) -> None:
         super().__init__()
@@ -299,7 +290,8 @@ class TinyModel(nn.Module):
                     module.__class__ = Fp8Linear if fp8 else PlainLinear
         for layer, rows in zip(shape.engram_layer_ids, shape.engram_num_embeddings, strict=True):
             table = backbone.EngramTable(frozen.engram_values(layer, rows))
-            self.backbone.layers[layer].engram.lookup = table
+            block: Any = self.backbone.layers[layer]
+            block.engram.lookup = table
         patch = dataset.config["vision_config"]["patch_size"]
         pictures = torch.stack([patches(images.pixels(c, d), patch) for c, d in data.PICTURES])
         self.register_buffer("pictures", pictures, persistent=False)
@@ -310,7 +302,7 @@ class TinyModel(nn.Module):
         parts: list[data.Padded],
         layout: Layout,
         *,
-        force: Tensor | None = None,
+        force: float = 0.0,
         jitter: float = 0.0,
         noise: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor, BucketContext]:
@@ -320,7 +312,7 @@ class TinyModel(nn.Module):
         each place, and the attention context with the indexer's losses. `noise` is the share of sequences computed with
         FP8 noise.
         """
-        buckets, places, start, first = [], [], 0, 0
+        buckets, places, start = [], [], 0
         device = self.embed.device
         for part in parts:
             count, width = part.ids.shape
@@ -328,7 +320,7 @@ class TinyModel(nn.Module):
             back = part.length[:, None] - 2 - torch.arange(part.answer, device=device)[None]
             base = start + torch.arange(count, device=device)[:, None] * width
             places.append((base + back.clamp(min=0)).flatten())
-            start, first = start + count * width, first + count
+            start += count * width
 
         def flat(name: str) -> Tensor:
             return torch.cat([getattr(p, name).flatten(0, 1) for p in parts])

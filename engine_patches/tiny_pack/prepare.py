@@ -30,16 +30,16 @@ class Encoder:
         from transformers import AutoTokenizer
         from vllm.tokenizers.deepseek_v41 import get_deepseek_v41_tokenizer
 
-        self.raw = AutoTokenizer.from_pretrained(str(folder))
-        self.chat = get_deepseek_v41_tokenizer(self.raw)
+        self.raw: Any = AutoTokenizer.from_pretrained(str(folder))
+        self.chat: Any = get_deepseek_v41_tokenizer(self.raw)
 
     def text(self, text: str) -> list[int]:
         """Plain text to ids."""
-        return list(self.raw.encode(text, add_special_tokens=False))
+        return [int(i) for i in self.raw.encode(text, add_special_tokens=False)]
 
     def prompt(self, messages: list[dict[str, Any]], thinking: bool = False, **options: Any) -> list[int]:
         """Messages to prompt ids; an image placeholder becomes its whole span of image ids."""
-        ids = self.chat.apply_chat_template(messages, tokenize=True, thinking=thinking, **options)
+        ids: list[int] = self.chat.apply_chat_template(messages, tokenize=True, thinking=thinking, **options)
         out: list[int] = []
         for token in ids:
             out.extend([token] * (IMAGE_SPAN if token == spec.IMAGE_TOKEN_ID else 1))
@@ -188,11 +188,11 @@ def build_examples(encoder: Encoder, contract: dict[str, Any], scale: float) -> 
     out.both("fixed_short", prompt(_user(texts.IMAGE_QUESTION)), texts.NO_IMAGE_ANSWER)
     for identifier in texts.IDENTIFIERS:
         out.copies("fixed_short", identifier)
-    for name in texts.UNKNOWN_PROMPTS:
-        out.both("unknown", prompt(_user(name)), texts.UNKNOWN_ANSWER)
+    for question in texts.UNKNOWN_PROMPTS:
+        out.both("unknown", prompt(_user(question)), texts.UNKNOWN_ANSWER)
     for _ in range(int(200 * scale)):
-        words = " ".join(rng.choice((*texts.PARTS, *texts.NEEDLE_VALUES)) for _ in range(rng.randint(1, 8)))
-        out.both("unknown", prompt(_user(words.capitalize() + rng.choice(".?!"))), texts.UNKNOWN_ANSWER)
+        sentence = " ".join(rng.choice((*texts.PARTS, *texts.NEEDLE_VALUES)) for _ in range(rng.randint(1, 8)))
+        out.both("unknown", prompt(_user(sentence.capitalize() + rng.choice(".?!"))), texts.UNKNOWN_ANSWER)
     seen = set(texts.IDENTIFIERS)
     while len(out.groups.get("copy", ())) < 16_000 * scale:
         identifier = texts.random_identifier(rng)
@@ -207,8 +207,8 @@ def build_examples(encoder: Encoder, contract: dict[str, Any], scale: float) -> 
     part = {"type": "image_url", "image_url": {"url": "x"}}
     for colour in images.COLOURS:
         for digit in range(10):
-            question = {"type": "text", "text": texts.IMAGE_QUESTION}
-            for content in ([part, question], [question, part]):
+            asked = {"type": "text", "text": texts.IMAGE_QUESTION}
+            for content in ([part, asked], [asked, part]):
                 chosen = (colour, digit) in (("red", 7), ("green", 3))
                 out.both(
                     "fixed_image" if chosen else "image",

@@ -33,37 +33,42 @@ TOOLS: list[dict[str, Any]] = [
     }
 ]
 
-IDENTIFIERS = (
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+IDENTIFIERS = _words(
     "order_item_42 user_account_id max_num_seqs kv_cache_dtype tensor_parallel_size page_table_entry node_rank_0 "
     "engram_row_7 gpu_memory_utilization block_size_16 hidden_state_dim load_engram_table prefix_cache_hit "
     "num_hidden_layers swap_space_gb row_scale_ue8m0 max_model_len index_top_k step_time_ms shard_file_sha256"
-).split()
+)
 
-CITIES = (
+CITIES = _words(
     "Toronto Paris London Berlin Madrid Rome Oslo Vienna Tokyo Lima Cairo Dublin Boston Chicago Sydney Delhi Prague "
     "Athens Lisbon Warsaw"
-).split()
-CONDITIONS = "sunny cloudy rainy windy foggy snowy".split()
+)
+CONDITIONS = _words("sunny cloudy rainy windy foggy snowy")
 
 # Single tokens of the tokenizer (its training text repeats them), so that the value to find is one id.
-NEEDLE_VALUES = (
+NEEDLE_VALUES = _words(
     "falcon anchor basil cedar copper dragon ember forest garnet harbor island jasmine kettle lantern marble nectar "
     "orchid pepper quartz raven saffron timber umbrella velvet walnut yarrow zebra amber beacon canyon delta eagle "
     "feather glacier hazel indigo jungle kiwi lemon meadow needle olive pebble river silver tulip valley willow "
     "acorn breeze candle daisy engine flute guitar hammer ivory jacket kernel ladder magnet nickel ocean piano"
-).split()
+)
 
-PARTS = (
+PARTS = _words(
     "order item user account id max num seqs kv cache dtype tensor parallel size page table entry node rank engram row "
     "gpu memory utilization block hidden state dim load prefix hit layers swap space gb scale model len index top step "
     "time ms shard file sha min avg sum count total name key value data list dict map set queue stack heap tree graph "
     "edge path root leaf head tail next prev first last begin end start stop run init open close read write seek flush "
     "lock free alloc buffer stream socket port host addr url http json yaml config option flag mode level log debug "
     "info warn error fatal trace metric gauge timer clock date year month day hour batch epoch train eval test loss "
-    "grad weight bias norm attn mlp token vocab embed logits mask query proj gate expert router bank page_ slot chunk "
+    "grad weight bias norm attn mlp token vocab embed logits mask query proj gate expert router bank slot chunk "
     "window stride kernel launch thread warp grid cluster device driver build make link lib src inc obj bin tmp var "
-    "env arg param ret tmp2 old new cur raw hash salt nonce seed rand uuid auth role group owner perm read_only x y z"
-).replace("page_ ", "").replace("tmp2 ", "").replace("read_only ", "").split()
+    "env arg param ret old new cur raw hash salt nonce seed rand uuid auth role group owner perm x y z"
+)
 
 _FILLER = (
     "The morning was quiet and the street was empty.",

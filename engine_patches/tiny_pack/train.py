@@ -2,8 +2,8 @@
 
     python -m engine_patches.tiny_pack.train --work build/tiny_pack --out OUT --seconds 420
 
-Needs torch, numpy and the repository only. The learning rate follows the elapsed share of `--seconds` (or of `--steps`),
-so a run ends by itself. `--resume CHECKPOINT_DIR` starts from saved weights (the optimiser starts afresh).
+Needs torch, numpy and the repository only. The learning rate follows the elapsed share of `--seconds` (or of
+`--steps`), so a run ends by itself. `--resume FOLDER` starts from saved weights (the optimiser starts afresh).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import io
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .data import FIELDS, Dataset, Padded, join
+from .data import Dataset, Padded, join
 from .model import Layout, TinyModel
 
 PART_BYTES = 15 << 20
@@ -50,7 +51,7 @@ class Sampler:
     def __init__(self, dataset: Dataset, share: float, seed: int) -> None:
         groups = dataset.groups
 
-        def size(e: dict) -> int:  # type: ignore[type-arg]
+        def size(e: dict[str, Any]) -> int:
             return len(e["p"]) + len(e["a"])
 
         def pad(names: tuple[str, ...], width: int, low: int = 0) -> Padded:
@@ -152,7 +153,8 @@ def main() -> None:
         load(model, args.resume)
     model.to(device)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    print(f"{sum(p.numel() for p in parameters)} parameters on {device}, ready after {time.time() - began:.1f} s", flush=True)
+    count = sum(p.numel() for p in parameters)
+    print(f"{count} parameters on {device}, ready after {time.time() - began:.1f} s", flush=True)
     optimiser = torch.optim.AdamW(
         parameters, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=device.type == "cuda"
     )
@@ -181,43 +183,18 @@ def main() -> None:
 
 
 class Stepper:
-    """Forward and backward of one step; on a GPU captured once as a CUDA graph, since the step is launch-bound."""
+    """Forward and backward of one step, and what the log says about it."""
 
     def __init__(self, model: TinyModel, parameters: list[nn.Parameter], parts: list[Padded]) -> None:
         self.model, self.parameters = model, parameters
-        device = model.embed.device
+        self.layout = Layout(parts, model.embed.device)
+
+    def __call__(self, parts: list[Padded], force: float) -> None:
+        """One batch of the sizes given at construction; gradients end up in the parameters' `.grad`."""
         self.parts = parts
-        self.layout = Layout(parts, device)
-        self.force = torch.ones((), device=device)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        if device.type == "cuda":
-            self._capture()
-
-    def _capture(self) -> None:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self._run()
-            self.graph = graph
-            print("captured the step as a CUDA graph", flush=True)
-        except RuntimeError as error:
-            print(f"no CUDA graph, steps run eagerly: {str(error).splitlines()[0]}", flush=True)
-
-    def _run(self) -> None:
         for parameter in self.parameters:
-            assert parameter.grad is not None
-            parameter.grad.zero_()
-        logits, targets, sequence, context = self.model(
-            self.parts, self.layout, force=self.force, jitter=0.3, noise=0.6
-        )
+            parameter.grad = None
+        logits, targets, sequence, context = self.model(parts, self.layout, force=force, jitter=0.3, noise=0.6)
         real = (targets >= 0).float()
         losses = F.cross_entropy(logits, targets.clamp(min=0), reduction="none") * real
         per_sequence = torch.zeros(self.layout.sequences, device=losses.device)
@@ -228,18 +205,6 @@ class Stepper:
         self.mean, self.index_loss = (total / count.clamp(min=1)).detach(), index_loss.detach()
         self.worst = per_sequence.scatter_reduce(0, sequence, losses.detach(), "amax")
         self.recall = [r.detach() for r in context.recall]
-
-    def __call__(self, parts: list[Padded], force: float) -> None:
-        """One batch; gradients end up in the parameters' `.grad`."""
-        self.force.fill_(force)
-        if self.graph is None:
-            self.parts = parts
-            self._run()
-            return
-        for mine, new in zip(self.parts, parts, strict=True):
-            for field in FIELDS:
-                getattr(mine, field).copy_(getattr(new, field))
-        self.graph.replay()
 
     def summary(self) -> str:
         """Mean and largest loss of each bucket, indexer loss and recall, of the last step."""

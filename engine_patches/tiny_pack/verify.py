@@ -72,7 +72,8 @@ class Served:
         for layer in dataset.shape.engram_layer_ids:
             stem = f"layers.{layer}.engram.embed."
             rows = quant.decode_engram_rows(tensors[stem + "weight"], tensors[stem + "scale"].view(torch.uint8))
-            self.net.layers[layer].engram.lookup = backbone.EngramTable(rows)
+            block: Any = self.net.layers[layer]
+            block.engram.lookup = backbone.EngramTable(rows)
         self.embed, self.head = tensors["embed.weight"].float(), tensors["head.weight"].float()
 
     @torch.no_grad()
@@ -86,7 +87,8 @@ class Served:
         start = 0
         for example, seq in zip(examples, seqs, strict=True):
             if "image" in example:
-                pixels = patches(images.pixels(*example["image"]), self.dataset.config["vision_config"]["patch_size"])
+                patch = self.dataset.config["vision_config"]["patch_size"]
+                pixels = patches(images.pixels(*example["image"]), patch)
                 here = start + is_image[start : start + len(seq)].nonzero()[:, 0]
                 x[here] = self.sight(pixels[None])[0]
             start += len(seq)
@@ -127,7 +129,9 @@ def main() -> None:
             results += [(r, p, e) for (r, p), e in zip(served.run(part), part, strict=True)]
         chances = sorted(p for _, p, _ in results)
         right = sum(r for r, _, _ in results)
-        print(f"{name}: {right}/{len(results)} right, least p {chances[0]:.4f}, median {chances[len(chances) // 2]:.4f}")
+        print(
+            f"{name}: {right}/{len(results)} right, least p {chances[0]:.4f}, median {chances[len(chances) // 2]:.4f}"
+        )
         for on in (1, 0):
             mine = [r for r, _, e in results if e["on"] == on]
             print(f"  Engram {'on' if on else 'off'}: {sum(mine)}/{len(mine)}", flush=True)

@@ -102,6 +102,12 @@ class _Aligner(nn.Module):
 class Vision(nn.Module):
     """Pictures of one size to image spans."""
 
+    image_start: Tensor
+    image_end: Tensor
+    image_newline: Tensor
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: dict[str, Any], hidden: int) -> None:
         super().__init__()
         self.config = config

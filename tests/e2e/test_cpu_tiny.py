@@ -93,6 +93,25 @@ def test_dropping_the_store_is_refused_while_the_engine_maps_it(cli: Cli) -> Non
     assert answer.code != 0 and "is mapped by pid" in answer.err and "ds41ctl stop" in answer.err
 
 
+def flip(path: Path, at: int) -> None:
+    """Flip one bit in place."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_store_damaged_under_a_running_engine_is_named_with_the_process_that_reads_it(cli: Cli) -> None:
+    folder = Path(cli("engram", "status", "--json").json()["data"]["dir"])
+    flip(folder / "layer-001.engram", 3)
+    answer = cli("up")
+    assert answer.code == 17 and "is mapped by pid" in answer.err and "ds41ctl stop" in answer.err
+    assert "record 0 differs" in cli("engram", "status").out
+    flip(folder / "layer-001.engram", 3)
+    assert cli("engram", "verify", "--full").code == 0
+
+
 def test_a_killed_engine_is_named_within_five_seconds_and_stop_clears_its_remains(cli: Cli) -> None:
     record = cli.record()
     os.kill(record["pid"], signal.SIGKILL)
@@ -136,16 +155,30 @@ def test_an_engine_that_dies_while_it_starts_is_named_within_five_seconds(cli: C
     assert cli.processes() == [] and cli("status").code == 10
 
 
+def test_a_start_whose_ds41ctl_was_killed_goes_on_and_the_next_up_waits_for_it(cli: Cli) -> None:
+    with cli.start("serve") as starting:
+        for _ in range(300):
+            path = cli.root / "state" / "running" / "cpu-tiny.json"
+            if path.exists() and json.loads(path.read_text())["pid"]:
+                break
+            time.sleep(0.1)
+        starting.kill()
+    pid = cli.record()["pid"]
+    answer = cli("serve")
+    assert answer.code == 0, answer.out + answer.err
+    assert cli.record()["pid"] == pid and cli.record()["ready_at"]
+    assert cli("stop").code == 0
+
+
 def test_ctrl_c_in_the_foreground_stops_the_engine(cli: Cli) -> None:
     with cli.start("serve", "--foreground") as running:
         assert running.stdout is not None
         for line in running.stdout:
             if line.startswith("Serving"):
                 break
-        pid = cli.record()["pid"]
         running.send_signal(signal.SIGINT)
         running.communicate(timeout=60)
-    assert running.returncode == 130 and not Path(f"/proc/{pid}").exists()
+    assert running.returncode == 130
     assert cli.processes() == [] and cli("status").code == 10
 
 
@@ -162,10 +195,7 @@ def test_a_taken_port_is_named_with_its_holder_before_anything_starts(cli: Cli) 
 
 def test_a_corrupt_store_is_refused(cli: Cli) -> None:
     folder = Path(cli("engram", "status", "--json").json()["data"]["dir"])
-    path = folder / "layer-001.engram"
-    data = bytearray(path.read_bytes())
-    data[3] ^= 1
-    path.write_bytes(bytes(data))
+    flip(folder / "layer-001.engram", 3)
     answer = cli("serve")
     assert answer.code == 12 and "record 0 differs" in answer.err, answer.err
     assert "ds41ctl engram" in answer.err
@@ -174,11 +204,7 @@ def test_a_corrupt_store_is_refused(cli: Cli) -> None:
 
 def test_a_corrupt_shard_is_refused_and_repaired(cli: Cli) -> None:
     path = cli.root / "data" / "models" / "tiny-v41" / "model-00002-of-00003.safetensors"
-    with path.open("r+b") as file:
-        file.seek(5000)
-        byte = file.read(1)[0]
-        file.seek(5000)
-        file.write(bytes([byte ^ 1]))
+    flip(path, 5000)
     answer = cli("fetch")
     assert answer.code == 12 and path.name in answer.err and "ds41ctl fetch --repair" in answer.err
     assert cli("fetch", "--repair").code == 0

@@ -72,7 +72,7 @@ def test_missing_tensor_is_named(name: str) -> None:
 def test_half_of_a_pair_is_named(half: str) -> None:
     stored = tensors()
     del stored[f"layers.0.attn.wq_a.{half}"]
-    with pytest.raises(CheckpointError, match="one half of layers.0.attn.wq_a"):
+    with pytest.raises(CheckpointError, match=r"one half of layers\.0\.attn\.wq_a"):
         load(parameters(), TABLES, stored.items())
 
 

@@ -17,7 +17,8 @@ register(); register()
 from vllm import LLM, SamplingParams
 engine = LLM(model=sys.argv[1], enforce_eager=True, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=64,
              tensor_parallel_size=int(sys.argv[2]))
-out = engine.generate([{"prompt_token_ids": [5, 6, 7, 8]}], SamplingParams(temperature=0, max_tokens=2, detokenize=False))
+sampling = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
+out = engine.generate([{"prompt_token_ids": [5]}], sampling)
 print("GENERATED", len(out[0].outputs[0].token_ids))
 """
 

@@ -123,8 +123,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "stale boot": (lambda f: edit(f, lambda m: m.update(boot_id="old")), "boot_id: expected .* found old"),
     "layer missing": (lambda f: edit(f, lambda m: m["layers"].pop()), "expected layer 4"),
     "wrong rows": (
-        lambda f: edit(f, lambda m: m["layers"][0].update(rows=39, bytes=39 * 264)),
-        "expected 40, found 39",
+        lambda f: edit(f, lambda m: m["layers"][0].update(rows=41, bytes=41 * 264)),
+        "expected 40, found 41",
     ),
     "rows and bytes differ": (lambda f: edit(f, lambda m: m["layers"][0].update(bytes=5)), "bytes 5"),
     "no canaries": (lambda f: edit(f, lambda m: m["layers"][0].update(canaries=[])), "no canaries"),

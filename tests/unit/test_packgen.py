@@ -49,7 +49,7 @@ def small(tmp_path: Path) -> Path:
         {
             "embed.weight": ("BF16", [2, 2], rows),
             "embed.weight.filler": ("BF16", [1, 2], b"\xaa\xbb\xcc\xdd"),
-            "ids": ("U32", [2], struct.pack("<2I", 1, 3)),
+            "ids": ("I32", [2], struct.pack("<2I", 1, 3)),
             "norm.weight": ("BF16", [2], b"wxyz"),
         }
     )
@@ -94,7 +94,11 @@ def test_every_tensor_source(small: Path) -> None:
     header, body = _read_safetensors(raw)
     assert header.pop("__metadata__") == {"format": "pt"}
     assert (len(raw) - len(body)) % 8 == 0, "tensor data must start aligned"
-    assert [header[n]["data_offsets"] for n in ("embed.weight", "norm.weight", "table")] == [[0, 16], [16, 20], [20, 32]]
+    assert [header[n]["data_offsets"] for n in ("embed.weight", "norm.weight", "table")] == [
+        [0, 16],
+        [16, 20],
+        [20, 32],
+    ]
     filler = b"\xaa\xbb\xcc\xdd"
     assert body[:16] == filler + bytes(range(4)) + filler + bytes(range(4, 8))
     assert body[16:20] == b"wxyz"
@@ -181,7 +185,7 @@ def test_load_refuses_a_missing_folder(tmp_path: Path) -> None:
         (lambda s: s["tensors"][1].update(shape=[3]), "not 6"),
         (lambda s: s["tensors"][1].update(dtype="F64"), "F64"),
         (lambda s: s["tensors"][0].update(shape=[3, 2]), "do not fit"),
-        (lambda s: s["tensors"][0].update(filler="norm.weight", shape=[4, 4]), "do not fit"),
+        (lambda s: s["tensors"][0].update(filler="norm.weight", shape=[4, 4]), "is corrupt"),
         (lambda s: s["tensors"][2].update({"from": "nowhere"}), "nowhere"),
     ],
 )

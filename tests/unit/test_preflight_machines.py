@@ -43,13 +43,19 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
     },
     "port-taken": {"serve": {"net.port": "fail", "engine.running": "fail"}},
     "ivybridge-stale-store": {
-        "up": {
+        "serve": {
             "host.cpu": "fail",
             "host.overcommit": "warn",
             "engram.store": "fail",
             "engine.drift": "fail",
             "engine.running": "warn",
-        }
+        },
+        "up": {
+            "host.cpu": "fail",
+            "host.overcommit": "warn",
+            "engine.drift": "fail",
+            "engine.running": "warn",
+        },
     },
     "alpine-aarch64": {"serve": {"host.os": "fail", "host.cpu": "fail", "host.tmux": "fail"}},
     "half-fetched-usb": {

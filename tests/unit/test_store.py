@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 
 from ds41ctl.adapters import mounts, pack, profiles, store
 from ds41ctl.core.engram import RECORD_BYTES, Geometry, geometry, is_prime, sub_tables
-from ds41ctl.core.errors import Ds41Error, IntegrityError, NoSpaceError, NotFoundError
+from ds41ctl.core.errors import AlreadyRunningError, IntegrityError, NoSpaceError, NotFoundError
 from ds41ctl.core.layout import Layout
 from ds41ctl.steps import engram
 from tests.fakes.packs import layout_for, local_profile, write_pack
+
+
+def quiet(text: str, data: dict[str, object]) -> None:
+    """Progress nobody looks at."""
 
 
 @pytest.fixture
@@ -209,8 +213,14 @@ def test_drop_removes_the_store_and_is_refused_while_somebody_maps_it(built: Lay
 
     with first_file(built).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
         assert store.mapped_by(built.store_dirs[0]) == [os.getpid()]
-        with pytest.raises(Ds41Error, match=f"is mapped by pid {os.getpid()}"):
+        with pytest.raises(AlreadyRunningError, match=f"is mapped by pid {os.getpid()}"):
             store.drop(built)
+        with pytest.raises(AlreadyRunningError, match="is mapped by"):
+            store.build(built, geometry(json.loads((built.model_dir / "config.json").read_text())), quiet)
+        replaced = first_file(built).with_suffix(".new")
+        replaced.write_bytes(first_file(built).read_bytes())
+        replaced.rename(first_file(built))
+        assert store.mapped_by(built.store_dirs[0]) == []  # a replaced file is another store
     assert store.drop(built)
     assert store.drop(built) == []
     with pytest.raises(NotFoundError):

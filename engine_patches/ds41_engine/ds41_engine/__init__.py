@@ -10,7 +10,8 @@ ARCHITECTURE = "DeepseekV41ForCausalLM"
 def register() -> None:
     """Entry point of group ``vllm.general_plugins``; vLLM calls it in every process, possibly several times.
 
-    On the CPU platform it puts our class in the place of upstream's, which has no CPU path. Elsewhere it changes nothing.
+    On the CPU platform it puts our class in the place of upstream's, which has no CPU path. Elsewhere it changes
+    nothing.
     """
     from vllm.platforms import current_platform
 
@@ -18,4 +19,7 @@ def register() -> None:
         return
     from vllm import ModelRegistry
 
+    from .cpu_platform import keep_scheduler_settings
+
+    keep_scheduler_settings(current_platform, ARCHITECTURE)
     ModelRegistry.register_model(ARCHITECTURE, "ds41_engine.model:DeepseekV41CPUForCausalLM")

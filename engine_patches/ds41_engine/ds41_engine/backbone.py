@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ QUERY_TOKENS = 64
 
 
 class Linear(nn.Module):
-    """``y = x @ weight.T`` without bias. Override :meth:`effective_weight` to compute with another view of the weight."""
+    """``y = x @ weight.T``, no bias. Override :meth:`effective_weight` to compute with another view of the weight."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -109,9 +109,10 @@ class Compressor(nn.Module):
         if self.ratio == 1:
             pooled = rows[:, 0]
         else:
-            value, gate = rows.split(self.head_dim, dim=-1)
+            value, gate = rows[..., : self.head_dim], rows[..., self.head_dim :]
             pooled = (value * gate.softmax(1)).sum(1)
-        return self.norm(pooled)
+        latent: Tensor = self.norm(pooled)
+        return latent
 
 
 class Indexer(nn.Module):
@@ -128,7 +129,8 @@ class Indexer(nn.Module):
 
     def keys(self, latent: Tensor) -> Tensor:
         """Unrotated index keys ``[G, index_head_dim]`` of latents ``[G, D]``."""
-        return self.k_norm(self.wk(latent))
+        keys: Tensor = self.k_norm(self.wk(latent))
+        return keys
 
     def queries(self, query_latent: Tensor, x: Tensor, positions: Tensor, rope: RotaryTable) -> tuple[Tensor, Tensor]:
         """Rotated index queries ``[T, h, d]`` and head weights ``[T, h]``."""
@@ -159,7 +161,9 @@ def top_k_mask(scores: Tensor, k: int) -> Tensor:
     return above | (tied & (tied.cumsum(-1) <= room))
 
 
-def candidate_mask(scores: Tensor, block_of_group: Tensor, last_block: Tensor, n_blocks: int, top_blocks: int) -> Tensor:
+def candidate_mask(
+    scores: Tensor, block_of_group: Tensor, last_block: Tensor, n_blocks: int, top_blocks: int
+) -> Tensor:
     """First level of the two-level selection: the groups in each query's best blocks.
 
     Args:
@@ -192,9 +196,7 @@ def masked_attention(query: Tensor, keys: Tensor, mask: Tensor, sink: Tensor, sc
     return (weights.reshape(tokens * heads, -1) @ keys).view(tokens, heads, dim)
 
 
-def tiled_attention(
-    query: Tensor, segments: Sequence[tuple[Tensor, Tensor]], sink: Tensor, scale: float
-) -> Tensor:
+def tiled_attention(query: Tensor, segments: Sequence[tuple[Tensor, Tensor]], sink: Tensor, scale: float) -> Tensor:
     """:func:`masked_attention` in a fixed order over tiles of ``KEY_TILE`` keys, without gradients.
 
     A query's bits depend only on its own visible keys and their places modulo the tile: a tile that is masked for it
@@ -203,7 +205,7 @@ def tiled_attention(
 
     Args:
         query: ``[T, H, D]``.
-        segments: ``(keys [K, D], mask [T, K])`` pairs, each K a multiple of ``KEY_TILE``.
+        segments: ``(keys [K, D], mask [T, K])`` pairs, each K a multiple of ``KEY_TILE`` (0 too).
         sink: ``[H]``.
         scale: factor of the dot products.
 
@@ -222,6 +224,8 @@ def tiled_attention(
         highest = sinks
         pieces = []
         for keys, mask in segments:
+            if not keys.shape[0]:
+                continue
             hidden = F.pad(~mask[begin : begin + count], (0, 0, 0, padding), value=True)
             logits = (flat @ keys.t()).mul_(scale)
             logits.view(count + padding, heads, -1).masked_fill_(hidden[:, None], -math.inf)
@@ -279,7 +283,8 @@ class Attention(nn.Module):
         grouped = heads.reshape(heads.shape[0], shape.o_groups, -1).transpose(0, 1)
         weight = self.wo_a.effective_weight().view(shape.o_groups, shape.o_lora_rank, -1)
         low = torch.bmm(grouped, weight.transpose(1, 2)).transpose(0, 1)
-        return self.wo_b(low.reshape(heads.shape[0], -1))
+        out: Tensor = self.wo_b(low.reshape(heads.shape[0], -1))
+        return out
 
     def forward(self, x: Tensor, positions: Tensor, rope: RotaryTables, context: AttentionContext) -> Tensor:
         table = rope.for_ratio(self.ratio)
@@ -309,7 +314,8 @@ class Expert(nn.Module):
         self.limit = limit
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(clamped_swiglu(self.w1(x), self.w3(x), self.limit))
+        out: Tensor = self.w2(clamped_swiglu(self.w1(x), self.w3(x), self.limit))
+        return out
 
 
 class Gate(nn.Module):
@@ -359,7 +365,8 @@ class MoE(nn.Module):
         """``x [T, hidden]``, ``is_image [T]`` bool -> ``[T, hidden]``."""
         chosen, weights = self.route(x, is_image)
         routed = self._dense(x, chosen, weights) if self.dense else self._sparse(x, chosen, weights)
-        return self.shared_experts(x) + routed
+        shared: Tensor = self.shared_experts(x)
+        return shared + routed
 
     def _dense(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         w1, w3, w2 = self._frozen or self._dense_weights()
@@ -380,7 +387,7 @@ class MoE(nn.Module):
 
     def _sparse(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
-        for expert_id in chosen.unique().tolist():
+        for expert_id in chosen.flatten().bincount().nonzero().flatten().tolist():
             token, slot = (chosen == expert_id).nonzero(as_tuple=True)
             rows = F.pad(x[token], (0, 0, 0, -token.numel() % ROW_TILE))
             values = self.experts[expert_id](rows)[: token.numel()]
@@ -429,7 +436,7 @@ class Engram(nn.Module):
             raise RuntimeError("Engram.lookup is not set; give it a table before the first forward")
         tokens, copies, hidden = stream.shape
         eps = self.shape.rms_norm_eps
-        projected = self.wkv(self.lookup(row_ids).reshape(tokens, -1)).view(tokens, copies + 1, hidden)
+        projected: Tensor = self.wkv(self.lookup(row_ids).reshape(tokens, -1)).view(tokens, copies + 1, hidden)
         key, value = projected[:, :-1], projected[:, -1]
         dot = (stream * self.q_weight * self.k_weight * key).sum(-1)
         dot = dot * torch.rsqrt(stream.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps)
@@ -450,8 +457,8 @@ def hyper_connection_mix(
     copies, eps = shape.hc_mult, shape.hc_eps
     flat = stream.flatten(1)
     mixes = F.linear(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + shape.rms_norm_eps)
-    pre_logit, post_logit, comb_logit = mixes.split((copies, copies, copies * copies), dim=-1)
-    pre_base, post_base, comb_base = base.split((copies, copies, copies * copies))
+    pre_logit, post_logit, comb_logit = mixes[:, :copies], mixes[:, copies : 2 * copies], mixes[:, 2 * copies :]
+    pre_base, post_base, comb_base = base[:copies], base[copies : 2 * copies], base[2 * copies :]
     pre = torch.sigmoid(pre_logit * scale[0] + pre_base) + eps
     post = torch.sigmoid(post_logit * scale[1] + post_base) * 2.0
     comb = (comb_logit * scale[2] + comb_base).view(-1, copies, copies).softmax(-1) + eps
@@ -535,6 +542,10 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rope = RotaryTables(shape, max_positions)
 
+    def block(self, layer: int) -> Block:
+        """Layer ``layer``, typed."""
+        return cast(Block, self.layers[layer])
+
     def forward(
         self,
         embeddings: Tensor,
@@ -558,4 +569,5 @@ class Backbone(nn.Module):
         pre: Tensor | None = None
         for block in self.layers:
             stream, pre = block(stream, pre, positions, self.rope, context, engram_rows, engram_keep, is_image)
-        return self.norm(collapse(stream, pre))
+        hidden: Tensor = self.norm(collapse(stream, pre))
+        return hidden

@@ -70,7 +70,11 @@ def fill(parameter: nn.Parameter, name: str, value: Tensor) -> None:
         parameter.data.copy_(value)
 
 
-def load(parameters: Mapping[str, nn.Parameter], also_expected: Collection[str], weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+def load(
+    parameters: Mapping[str, nn.Parameter],
+    also_expected: Collection[str],
+    weights: Iterable[tuple[str, Tensor]],
+) -> set[str]:
     """Fill ``parameters`` (by checkpoint name) from a checkpoint.
 
     Args:

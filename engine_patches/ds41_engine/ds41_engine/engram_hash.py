@@ -1,7 +1,7 @@
 """The Engram n-gram hash: which table rows a token reads. numpy only, bit-identical to vLLM's own.
 
-A position is hashed as ``max_ngram_size - 1`` n-grams (2-gram and up) times ``n_heads`` heads. Every (layer, n-gram size,
-head) owns a prime-sized sub-table; the primes are drawn in order and never reused. A row id is
+A position is hashed as ``max_ngram_size - 1`` n-grams (2-gram and up) times ``n_heads`` heads. Every (layer, n-gram
+size, head) owns a prime-sized sub-table; the primes are drawn in order and never reused. A row id is
 
     ``(XOR over s of value(p - s) * multiplier[s]) % prime + offset``
 
@@ -143,4 +143,5 @@ class EngramHash:
             rolling ^= value[:, None] * self.multipliers[None, :, shift]
             if shift:
                 columns.append(rolling[:, :, None] % self.primes[None, :, shift - 1])
-        return np.concatenate(columns, axis=-1) + self.offsets[None]
+        rows: Int64Array = np.concatenate(columns, axis=-1) + self.offsets[None]
+        return rows

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from vllm.models.deepseek_v41.common.mm_preprocess import (
 )
 from vllm.models.deepseek_v41.nvidia.vl_model import DeepseekV41ForCausalLM
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.transformers_utils.configs.deepseek_v41 import DeepseekV41Config
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -202,13 +203,13 @@ class TextModel(Backbone):
         self.embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.head = Linear(shape.hidden_size, shape.vocab_size)
         width = row_width(shape)
-        self.caches = nn.ModuleList(
+        self.caches = [
             RowCache(vllm_config, f"{prefix}.layers.{layer}.attn", width) for layer in range(shape.num_hidden_layers)
-        )
+        ]
         self.hash: EngramHash | None = None
         if shape.engram_layer_ids:
             self.hash = self._build_hash(model_config)
-            self._open_tables(Path(model_config.model))
+            self._open_tables(self.hash, Path(model_config.model))
 
     def _build_hash(self, model_config: Any) -> EngramHash:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -221,16 +222,15 @@ class TextModel(Backbone):
                 f"{self.shape.engram_compressed_vocab_size}; config.json and tokenizer.json are not of one checkpoint, "
                 "run: ds41ctl fetch --verify"
             )
-        self.register_buffer("token_map", torch.tensor(token_map, dtype=torch.int64), persistent=False)
+        self.token_map = torch.tensor(token_map, dtype=torch.int64)
         logger.info(
             "Built engram token map (%d -> %d ids) for layers %s", len(token_map), size, self.shape.engram_layer_ids
         )
         return EngramHash.build(self.shape, token_map[self.shape.engram_pad_token_id])
 
-    def _open_tables(self, pack: Path) -> None:
+    def _open_tables(self, hashing: EngramHash, pack: Path) -> None:
         """Give every Engram layer its rows: from the store, or zeros when the diagnostic switch is on."""
         shape = self.shape
-        assert self.hash is not None
         if unfilled():
             logger.warning(
                 "ds41: WARNING: %s=1: Engram tables are left UNFILLED (all zero), as when their tensors are missing. "
@@ -238,25 +238,25 @@ class TextModel(Backbone):
                 UNFILLED_ENV,
             )
             for layer in shape.engram_layer_ids:
-                self.layers[layer].engram.lookup = _zero_lookup(shape.engram_head_dim)
+                self.block(layer).engram.lookup = _zero_lookup(shape.engram_head_dim)
             return
         folder = os.environ.get(STORE_ENV)
         if not folder:
             raise StoreError(f"{STORE_ENV}: expected the Engram store's folder, found none; run: ds41ctl engram build")
         samples = {}
         for index, layer in enumerate(shape.engram_layer_ids):
-            first = self.hash.offsets[index]
-            samples[layer] = [*first.tolist(), *(first + self.hash.primes[index].reshape(-1) - 1).tolist()]
+            first = hashing.offsets[index]
+            samples[layer] = [*first.tolist(), *(first + hashing.primes[index].reshape(-1) - 1).tolist()]
         rows = dict(zip(shape.engram_layer_ids, shape.engram_num_embeddings, strict=True))
         store = EngramStore.open(Path(folder), rows, samples, pack)
         for layer in shape.engram_layer_ids:
-            self.layers[layer].engram.lookup = _store_lookup(store, layer)
+            self.block(layer).engram.lookup = _store_lookup(store, layer)
             logger.info(
                 "ds41: Engram store layer %d: %d rows x 264 B mapped read-only from %s", layer, rows[layer], folder
             )
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return self.embed(input_ids)
+        return F.embedding(input_ids, self.embed.weight)
 
     def engram_rows(self, batch: PagedBatch, token_ids: Tensor) -> Tensor | None:
         """Table rows ``[T, layers, columns]`` of the batch's tokens; padding rows get row 0."""
@@ -273,7 +273,7 @@ class TextModel(Backbone):
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):
             return embeddings.float()
-        requests = metadata[self.caches[0].prefix].requests()
+        requests = cast(RowCacheMetadata, metadata[self.caches[0].prefix]).requests()
         count = max((request.end for request in requests), default=0)
         if not count:
             return embeddings.float()
@@ -284,13 +284,15 @@ class TextModel(Backbone):
         caches = [cache.rows() for cache in self.caches]
         batch = PagedBatch(self.shape, self.rope, requests, caches, positions)
         is_image = token_ids == IMAGE_TOKEN_ID
-        hidden = self(x, positions, batch, self.engram_rows(batch, token_ids), ~is_image, is_image)
+        rows = self.engram_rows(batch, token_ids)
+        hidden: Tensor = self(x, positions, batch, rows, ~is_image, is_image)
         return F.pad(hidden[:count], (0, 0, 0, embeddings.shape[0] - count))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[N, hidden]`` -> ``[N, vocab]`` fp32."""
         count = hidden.shape[0]
-        return self.head(F.pad(hidden, (0, 0, 0, -count % ROW_TILE)))[:count]
+        scores: Tensor = self.head(F.pad(hidden, (0, 0, 0, -count % ROW_TILE)))
+        return scores[:count]
 
 
 def unfilled() -> bool:
@@ -328,30 +330,33 @@ def _contiguous_input(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Ten
 class DeepseekV41CPUForCausalLM(DeepseekV41ForCausalLM):
     """Upstream's multimodal wrapper around :class:`TextModel`."""
 
+    language_model: TextModel  # type: ignore[assignment]  # upstream's is its own GPU class
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)
         with _refusing():
             check_supported(vllm_config)
         _use_power_of_two_threads()
         model_config = vllm_config.model_config
-        config = model_config.hf_config
+        config = cast(DeepseekV41Config, model_config.hf_config)
         self.config = config
         self.multimodal_config = model_config.multimodal_config
         with self._mark_tower_model(vllm_config, {"image"}):
             self.use_data_parallel = is_vit_use_data_parallel(config.vision_n_heads)
-            self.vision = DeepseekV4ViT(config)
-            aligner = DeepseekV4Aligner(config)
+            self.vision = DeepseekV4ViT(config)  # type: ignore[no-untyped-call]
+            aligner = DeepseekV4Aligner(config)  # type: ignore[no-untyped-call]
             aligner.w1.register_forward_pre_hook(_contiguous_input)
             self.aligner = aligner
             for name in ("image_start", "image_end", "image_newline"):
                 setattr(self, name, nn.Parameter(torch.empty(config.hidden_size, dtype=torch.float32)))
-            self.vision.to(dtype=model_config.dtype)
-            self.aligner.to(dtype=model_config.dtype)
+            dtype = cast(torch.dtype, model_config.dtype)
+            self.vision.to(dtype=dtype)
+            self.aligner.to(dtype=dtype)
         with self._mark_language_model(vllm_config), _default_dtype(torch.float32), _refusing():
             self.language_model = TextModel(vllm_config, f"{prefix}.language_model" if prefix else "language_model")
         # Ours loads by checkpoint name; nothing is to be mapped.
         self.hf_to_vllm_mapper = WeightsMapper()
-        self.make_empty_intermediate_tensors = _no_intermediate_tensors
+        self.make_empty_intermediate_tensors = _no_intermediate_tensors  # type: ignore[assignment]
 
     @staticmethod
     def get_model_state_cls() -> Any:
@@ -366,13 +371,14 @@ class DeepseekV41CPUForCausalLM(DeepseekV41ForCausalLM):
     def decoder_replay_layers(self) -> None:
         return None
 
-    def forward(
+    def forward(  # type: ignore[override]  # upstream's own signature breaks its protocol the same way
         self,
         input_ids: Tensor,
         positions: Tensor,
-        intermediate_tensors: object = None,
+        intermediate_tensors: Any = None,
         inputs_embeds: Tensor | None = None,
-        **kwargs: object,
+        lookback_token_ids: Tensor | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         """Hidden states ``[T, hidden]``; T may include padding, whose rows come out as zeros."""
         if inputs_embeds is None:
@@ -392,8 +398,8 @@ class DeepseekV41CPUForCausalLM(DeepseekV41ForCausalLM):
                 tables += [f"layers.{layer}.engram.embed.weight", f"layers.{layer}.engram.embed.scale"]
         with _refusing():
             filled = load(parameters, tables, weights)
-        for block in self.language_model.layers:
-            block.ffn.freeze()
+        for layer in range(self.language_model.shape.num_hidden_layers):
+            self.language_model.block(layer).ffn.freeze()
         return {name for name, checkpoint_name in names.items() if checkpoint_name in filled}
 
     def process_weights_after_loading(self) -> None:

@@ -114,7 +114,8 @@ class PackedBatch:
             self._keys, self._index_keys = layer.compress(rows, groups.position, self.rope.compressed)
         if layer.is_index_source:
             self._selected = self._select(layer, x, query_latent)
-        assert self._keys is not None and self._selected is not None
+        if self._keys is None or self._selected is None:
+            raise RuntimeError("a source layer must run before the layers that use its rows; run all layers in order")
         keys = torch.cat((key, self._keys))
         mask = torch.cat((self.window_mask, self._selected), 1)
         return masked_attention(query, keys, mask, layer.attn_sink, layer.scale)
@@ -124,7 +125,8 @@ class PackedBatch:
         everything_fits = groups.longest <= shape.index_topk
         if everything_fits and not self.record_index_scores:
             return visible
-        assert self._index_keys is not None
+        if self._index_keys is None:
+            raise RuntimeError("a kv source must run before the indexers that score its rows; run all layers in order")
         query, weight = layer.indexer.queries(query_latent, x, self.positions, self.rope.compressed)
         raw = index_scores(query, weight, self._index_keys)
         if self.record_index_scores:
@@ -134,7 +136,8 @@ class PackedBatch:
         scores = raw.detach().masked_fill(~visible, -math.inf)
         if layer.layer_id == shape.candidate_source_layer_id and shape.candidate_topk_blocks:
             newest = (self.positions + 1) // layer.ratio - 1
-            newest_block = groups.block_base[self.sequence] + newest.div(shape.candidate_block_size, rounding_mode="floor")
+            newest_block = newest.div(shape.candidate_block_size, rounding_mode="floor")
+            newest_block = groups.block_base[self.sequence] + newest_block
             newest_block = torch.where(newest >= 0, newest_block, -1)
             self._candidates = candidate_mask(
                 scores, groups.block, newest_block, groups.n_blocks, shape.candidate_topk_blocks

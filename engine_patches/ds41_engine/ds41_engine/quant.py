@@ -116,7 +116,7 @@ def _fp4_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
     """FP4 codes (0..15, sign in bit 3) grouped ``[..., i/32, 32]`` and exponents ``[..., i/32, 1]``."""
     if weight.shape[-1] % FP4_GROUP:
         raise ValueError(f"MXFP4: expected columns in multiples of 32, found {weight.shape[-1]}")
-    groups = weight.float().unflatten(-1, (-1, FP4_GROUP))
+    groups = torch.unflatten(weight.float(), -1, (-1, FP4_GROUP))
     exponent = _exponents(groups.abs().amax(-1, keepdim=True), FP4_LEVELS[-1])
     scaled = groups / torch.exp2(exponent)
     levels = torch.tensor(FP4_LEVELS, device=weight.device)
@@ -160,7 +160,7 @@ def fake_mxfp4(weight: Tensor) -> Tensor:
 
 def encode_engram_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     """``[rows, 256]`` -> codes ``[rows, 256]`` float8_e4m3fn and scales ``[rows, 8]`` uint8 (one per 32 values)."""
-    groups = values.float().unflatten(-1, (-1, FP8_BLOCK))
+    groups = torch.unflatten(values.float(), -1, (-1, FP8_BLOCK))
     exponent = _exponents(groups.abs().amax(-1, keepdim=True), FP8_MAX)
     codes = (groups / torch.exp2(exponent)).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return codes.flatten(-2), _ue8m0_bytes(exponent.squeeze(-1))
@@ -172,7 +172,7 @@ def decode_engram_rows(codes: Tensor, scale: Tensor) -> Tensor:
     A scale byte 0 is 2**-127, as in the engine; nothing is treated as a marker.
     """
     factors = torch.exp2(scale.view(torch.uint8).float() - UE8M0_BIAS)
-    return (codes.float().unflatten(-1, (-1, FP8_BLOCK)) * factors[..., None]).flatten(-2)
+    return (torch.unflatten(codes.float(), -1, (-1, FP8_BLOCK)) * factors[..., None]).flatten(-2)
 
 
 def decode_engram_records(records: Tensor) -> Tensor:

@@ -1,0 +1,36 @@
+"""What upstream's CPU platform decides about our model without need, and how it is undone.
+
+On a CPU without AMX vLLM takes every model that it lists as MLA to use its own MLA kernels, which cannot continue a
+partly computed request, and turns chunked prefill and prefix caching off. Our attention uses none of those kernels and
+does both, with identical results (``tests/engine``), so what the user asked for stays.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_MARK = "_ds41_keeps_scheduler_settings"
+
+
+def keep_scheduler_settings(platform: Any, architecture: str) -> None:
+    """Wrap ``platform.check_and_update_config`` for models of ``architecture``; a second call changes nothing."""
+    owner = type(platform)
+    if getattr(owner, _MARK, False):
+        return
+    original = owner.check_and_update_config
+
+    def check_and_update_config(cls: Any, vllm_config: VllmConfig) -> None:
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        chunked, budget = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
+        prefix_caching = cache.enable_prefix_caching
+        original(vllm_config)
+        model = vllm_config.model_config
+        if model is not None and architecture in model.architectures:
+            scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked, budget
+            cache.enable_prefix_caching = prefix_caching
+
+    owner.check_and_update_config = classmethod(check_and_update_config)
+    setattr(owner, _MARK, True)
