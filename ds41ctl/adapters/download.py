@@ -12,6 +12,7 @@ import re
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,7 +23,9 @@ import httpx2
 from ds41ctl.core.errors import Ds41Error, IntegrityError, NetworkError, NotFoundError, UnauthorisedError
 from ds41ctl.core.masking import mask_text
 
+REDIRECTS = (301, 302, 303, 307, 308)
 MAX_REDIRECTS = 8
+SMALL_CAP = 64 << 20  # bytes of a file list or another answer of the API
 RETRY_AFTER_CAP_S = 300.0
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _TOKEN_HINT = "export HF_TOKEN=...   # or: hf auth login"  # noqa: S105 - a hint, not a token
@@ -38,6 +41,11 @@ class Limits:
     attempts: int = 6
     backoff_s: float = 0.5
     backoff_max_s: float = 30.0
+
+
+def pause(limits: Limits, attempt: int, retry_after: float | None) -> float:
+    """Seconds to wait before try number `attempt` + 1."""
+    return retry_after if retry_after is not None else min(limits.backoff_s * 2 ** (attempt - 1), limits.backoff_max_s)
 
 
 class Fault(NetworkError):
@@ -145,6 +153,14 @@ def _place(url: str) -> str:
     return parsed.host + (f":{parsed.port}" if parsed.port else "")
 
 
+def next_place(url: httpx2.URL, location: str, what: str) -> httpx2.URL:
+    """Where a redirect leads. Raises NetworkError for a place without TLS after one with it, or no web address."""
+    target = url.join(location)
+    if target.scheme not in ("http", "https") or (url.scheme, target.scheme) == ("https", "http"):
+        raise NetworkError(f"{what}: {url.host} redirects to {target.scheme}://{target.host}")
+    return target
+
+
 class Client:
     """Connections shared by all files. `token` goes to `endpoint`'s origin alone and is shown nowhere."""
 
@@ -166,16 +182,37 @@ class Client:
         same = (url.scheme, url.host, url.port) == (self.endpoint.scheme, self.endpoint.host, self.endpoint.port)
         return {"Authorization": f"Bearer {self._token}"} if self._token and same else {}
 
-    def get_headers(self, url: str, what: str) -> Mapping[str, str]:
-        """Headers of a GET whose body does not matter. Raises Fault and the errors of status_error."""
+    def get(self, url: str, what: str) -> tuple[Mapping[str, str], bytes]:
+        """(headers, body) of a small answer, redirects followed. Raises Fault and the errors of status_error."""
+        target = httpx2.URL(url)
         try:
-            target = httpx2.URL(url)
-            response = self._client.get(target, headers=self.authorisation(target))
+            for _ in range(MAX_REDIRECTS):
+                response = self.send(target, {})
+                with contextlib.closing(response):
+                    body = b""
+                    for chunk in response.iter_bytes():
+                        body += chunk
+                        if len(body) > SMALL_CAP:
+                            raise NetworkError(f"{what}: {_place(url)} answers with more than {SMALL_CAP} bytes")
+                if response.status_code not in REDIRECTS:
+                    break
+                target = next_place(target, response.headers.get("location", ""), what)
+            else:
+                raise NetworkError(f"{what}: {_place(url)} redirects more than {MAX_REDIRECTS} times")
         except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
             raise translate(error, url) from None
         if response.status_code != 200:
             raise status_error(response.status_code, response.headers, url, what=what)
-        return dict(response.headers)
+        return response.headers, body
+
+    def patiently(self, url: str, what: str) -> tuple[Mapping[str, str], bytes]:
+        """`get`, tried again after faults that may pass."""
+        for attempt in range(1, self.limits.attempts):
+            try:
+                return self.get(url, what)
+            except Fault as fault:
+                time.sleep(pause(self.limits, attempt, fault.retry_after))
+        return self.get(url, what)
 
     def send(self, url: httpx2.URL, headers: Mapping[str, str]) -> httpx2.Response:
         """One streamed GET, redirects not followed."""
@@ -239,15 +276,12 @@ class HttpFile:
         for _ in range(MAX_REDIRECTS):
             response = self._client.send(url, headers)
             self._compare(response.headers)
-            if response.status_code not in (301, 302, 303, 307, 308):
+            if response.status_code not in REDIRECTS:
                 with self._lock:
                     self._final = url if response.status_code in (200, 206) else None
                 return response
             response.close()
-            target = url.join(response.headers.get("location", ""))
-            if target.scheme not in ("http", "https") or (url.scheme, target.scheme) == ("https", "http"):
-                raise NetworkError(f"{self._pinned.what}: {url.host} redirects to {target.scheme}://{target.host}")
-            url = target
+            url = next_place(url, response.headers.get("location", ""), self._pinned.what)
         raise NetworkError(f"{self._pinned.what}: {self._url.host} redirects more than {MAX_REDIRECTS} times")
 
     def _compare(self, headers: httpx2.Headers) -> None:

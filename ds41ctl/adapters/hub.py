@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 import urllib.parse
@@ -11,10 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
 from ds41ctl.adapters import download
 from ds41ctl.adapters.download import Fault, Limits, Stream
-from ds41ctl.core.errors import Ds41Error, IntegrityError, NetworkError
+from ds41ctl.core.errors import IntegrityError, NetworkError
 from ds41ctl.core.pins import PinnedFile, PinnedTree, check_paths
+from ds41ctl.core.profile import Sha256
 
 HUB = "https://huggingface.co"
 # huggingface_hub reads these once, at import; its defaults of 10 s end multi-gigabyte requests on a busy line
@@ -28,6 +32,34 @@ def _library() -> Any:
     import huggingface_hub
 
     return huggingface_hub
+
+
+class _Info(BaseModel):
+    sha: str
+
+
+class _Lfs(BaseModel):
+    oid: Sha256
+    size: int
+
+
+class _TreeEntry(BaseModel):
+    """One entry of the Hub's tree API; what is not needed is ignored."""
+
+    type: str
+    path: str
+    oid: str = ""
+    size: int = 0
+    lfs: _Lfs | None = None
+    xet_hash: str | None = Field(None, alias="xetHash")
+
+    def pinned(self) -> PinnedFile:
+        """The pin of this entry."""
+        sha256, size = (self.lfs.oid, self.lfs.size) if self.lfs else ("", self.size)
+        return PinnedFile(path=self.path, size=size, oid=self.oid, sha256=sha256, xet=self.xet_hash or "")
+
+
+_TREE = TypeAdapter(list[_TreeEntry])
 
 
 def _flag(name: str) -> bool:
@@ -77,64 +109,42 @@ class Hub:
         Raises IntegrityError when the server answers with another commit or with unsafe paths, NotFoundError,
         UnauthorisedError, NetworkError.
         """
-        self.demand_online(f"the file list of {repo}")
-        for attempt in range(1, self.limits.attempts + 1):
-            try:
-                return self._tree(repo, revision)
-            except Fault as fault:
-                if attempt == self.limits.attempts:
-                    raise
-                time.sleep(pause(self.limits, attempt, fault.retry_after))
-        raise AssertionError("unreachable")
-
-    def _tree(self, repo: str, revision: str) -> PinnedTree:
-        library = _library()
         what = f"{repo}@{revision[:12]}"
-        api = library.HfApi(endpoint=self.endpoint, token=self.token or False, library_name="ds41ctl")
+        self.demand_online(f"the file list of {repo}")
+        client = download.Client(self.endpoint, self.token, self.limits)
         try:
-            found = api.model_info(repo, revision=revision, timeout=self.limits.stall_s)
+            _, body = client.patiently(f"{self.endpoint}/api/models/{repo}/revision/{revision}", what)
+            found = _Info.model_validate_json(body)
             if found.sha != revision:
                 raise IntegrityError(f"{what}: the server answers with commit {found.sha}")
-            entries = list(api.list_repo_tree(repo, recursive=True, revision=revision))
-        except Ds41Error:
-            raise
-        except Exception as error:
-            raise self._translated(error, what) from None
-        tree = PinnedTree(
-            repo=repo,
-            revision=revision,
-            files=tuple(
-                PinnedFile(
-                    path=item.path,
-                    size=item.size,
-                    oid=item.blob_id,
-                    sha256=item.lfs.sha256 if item.lfs else "",
-                    xet=getattr(item, "xet_hash", None) or "",
-                )
-                for item in entries
-                if hasattr(item, "blob_id")
-            ),
-        )
+            entries: list[_TreeEntry] = []
+            url = f"{self.endpoint}/api/models/{repo}/tree/{revision}?recursive=true&expand=false"
+            while url:
+                headers, body = client.patiently(url, what)
+                entries += _TREE.validate_json(body)
+                url = self._next_page(headers.get("link", ""))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(str(part) for part in problem["loc"])
+            raise NetworkError(
+                f"{what}: {self.name} does not answer as a Hub does ({where or 'document'}: {problem['msg']})"
+            ) from None
+        finally:
+            client.close()
+        tree = PinnedTree(repo=repo, revision=revision, files=tuple(e.pinned() for e in entries if e.type == "file"))
         check_paths(tree)
         return tree
 
-    def _translated(self, error: Exception, what: str) -> Ds41Error:
-        response = getattr(error, "response", None)
-        status = getattr(response, "status_code", None)
-        if response is not None and isinstance(status, int):
-            return download.status_error(status, response.headers, self.endpoint, what=what)
-        if isinstance(error, (KeyError, TypeError, ValueError, AttributeError)):
-            return NetworkError(f"{what}: {self.name} does not answer as a Hub does ({type(error).__name__})")
-        return download.translate(error, self.endpoint)
+    def _next_page(self, link: str) -> str:
+        match = re.search(r'<([^>]+)>;\s*rel="next"', link)
+        if match is None:
+            return ""
+        # a mirror may name the Hub itself in its links: the page is asked from the mirror
+        return str(urllib.parse.urljoin(self.endpoint + "/", match[1].replace(HUB, self.endpoint, 1)))
 
     def xet_store(self, client: download.Client, repo: str, revision: str) -> XetStore:
         """The Xet storage behind a repository; nothing is asked yet."""
         return XetStore(self, client, repo, revision)
-
-
-def pause(limits: Limits, attempt: int, retry_after: float | None) -> float:
-    """Seconds to wait before try number `attempt` + 1."""
-    return retry_after if retry_after is not None else min(limits.backoff_s * 2 ** (attempt - 1), limits.backoff_max_s)
 
 
 class XetStore:
@@ -162,7 +172,7 @@ class XetStore:
     def _connect(self) -> Any:
         import hf_xet
 
-        headers = self._client.get_headers(self._token_url, "the Xet token")
+        headers, _ = self._client.get(self._token_url, "the Xet token")
         try:
             endpoint, token = headers["x-xet-cas-url"], headers["x-xet-access-token"]
             self._expires = int(headers["x-xet-token-expiration"])

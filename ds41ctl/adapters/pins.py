@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds41ctl.adapters import files
-from ds41ctl.adapters.hub import Hub
 from ds41ctl.core.errors import IntegrityError
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.pins import LOCK_SCHEMA, PackLock, PinnedTree, drift, parse_lock
+
+if TYPE_CHECKING:  # the hub adapter imports an HTTP library, reading a lock file must not
+    from ds41ctl.adapters.hub import Hub
 
 LOCK_SUFFIX = ".lock.json"
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds41ctl.adapters import files
-from ds41ctl.adapters.download import Fault, Limits, RangesIgnored, Source, Stream
-from ds41ctl.adapters.hub import pause
+from ds41ctl.adapters.download import Fault, Limits, RangesIgnored, Source, Stream, pause
 from ds41ctl.adapters.part import Identity, Part
 from ds41ctl.core.errors import Ds41Error, IntegrityError
 
