@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from ds41ctl.adapters import download
 from ds41ctl.adapters.download import Fault, Limits, Stream
-from ds41ctl.core.errors import IntegrityError, NetworkError
+from ds41ctl.core.errors import Ds41Error, IntegrityError, NetworkError
 from ds41ctl.core.pins import PinnedFile, PinnedTree, check_paths
 from ds41ctl.core.profile import Sha256
 
@@ -203,9 +203,11 @@ class XetFile:
         """Bytes [begin, end). Raises Fault whatever goes wrong in the library."""
         import hf_xet
 
-        group = self._store.group()
         try:
+            group = self._store.group()
             stream = group.download_stream(hf_xet.XetFileInfo(self._hash, self._size), start=begin, end=end)
+        except Ds41Error:
+            raise
         except Exception as error:
             raise Fault(f"{self._what}: Xet: {_first_line(error)}") from None
         try:

@@ -142,13 +142,13 @@ def expected(layout: Layout) -> tuple[Expected, ...]:
 def _grafted(layout: Layout, held: Sequence[Holding]) -> tuple[Expected, ...]:
     """Files of a hybrid: the links its manifest names, pinned by the source behind them, and what was generated."""
     manifest = graft_manifest(layout.model_dir)
-    sources = {holding.folder.name: holding for holding in held}
+    sources = {holding.folder: holding for holding in held}
     found = [
         Expected(name, entry["size"], entry["sha256"], manifest["id"])
         for name, entry in manifest.get("generated", {}).items()
     ]
     for name, entry in manifest.get("links", {}).items():
-        holding = sources.get(entry["dir"])
+        holding = sources.get(layout.source_dir(entry["dir"]))
         item = next((item for item in holding.items if item.name == entry["file"]), None) if holding else None
         if holding is not None and item is not None:
             target = holding.folder / item.name

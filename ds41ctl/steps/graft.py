@@ -97,7 +97,7 @@ class GraftPack:
 
     def _id(self, held: tuple[Holding, ...]) -> str:
         """Digest of everything the hybrid is made from."""
-        pins = [[str(h.folder), [[item.name, item.digest] for item in h.items]] for h in held]
+        pins = [[[item.repo, item.revision, item.name, item.digest] for item in h.items] for h in held]
         tree = {"graft": self.spec.model_dump(mode="json"), "pins": pins, "schema": MANIFEST_SCHEMA}
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 

@@ -387,6 +387,7 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(fault.stall)
         if fault.cut is not None:
             self.close_connection = True
+            time.sleep(0.05)  # a reset throws away what the client has not read yet
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
 
