@@ -115,6 +115,7 @@ class Fetch:
         with locked_folders([*folders] or [self.layout.model_dir], f"fetching {self.layout.name}"):
             held = self._pinned(progress)
             bad = self._proven(held, progress)
+            _sweep(held, bad)
             corrupt = [(folder, item, reason) for folder, item, reason in bad if reason != pack.MISSING]
             if corrupt and not self.repair:
                 folder, item, reason = corrupt[0]
@@ -208,6 +209,17 @@ class Fetch:
             client.close()
             for note in transfer.summary.notes:
                 progress(note, {"note": True})
+
+
+def _sweep(held: Sequence[Holding], bad: Sequence[Checked]) -> None:
+    """Remove what a killed run left of files that are there by now."""
+    wanted = {(folder, item.name) for folder, item, _ in bad}
+    for holding in held:
+        for item in holding.items:
+            if (holding.folder, item.name) not in wanted:
+                arriving = part.part_path(holding.folder / item.name, item.identity)
+                for path in (arriving, arriving.with_name(arriving.name + part.JOURNAL_SUFFIX)):
+                    path.unlink(missing_ok=True)
 
 
 def _only_sidecar(folder: Path, item: Expected, reason: str) -> bool:
