@@ -49,7 +49,7 @@ $(ENGINE_PYTEST)/.installed: | $(BIN)/.dev
 test-engine: $(ENGINE_PYTEST)/.installed
 	$(BIN)/ds41ctl engine install --profile cpu-tiny
 	env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=$(ENGINE_PYTEST) \
-	  "$$($(BIN)/ds41ctl engine path --profile cpu-tiny)" -m pytest -q -p no:cacheprovider tests/engine
+	  "$$($(BIN)/ds41ctl engine path --profile cpu-tiny)" -m pytest -q -c tests/engine/pytest.ini tests/engine
 
 test: lint test-fast test-engine
 	$(BIN)/python -m pytest -m engine tests/e2e

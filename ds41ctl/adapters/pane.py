@@ -1,11 +1,13 @@
 """Exec wrapper: what tmux really starts. Standard library only, run by path, replaced by the engine.
 
-Usage: python -I pane.py SPEC. SPEC is a 0600 JSON file: {"argv", "env", "cwd", "log"}. The environment travels in
+Usage: python -I pane.py SPEC. SPEC is a 0600 JSON file: {"argv", "env", "cwd", "log",
+"die_with_parent"}. The environment travels in
 the file because tmux would put it into an argv that every user can read.
 """
 
 import json
 import os
+import signal
 import sys
 
 
@@ -23,6 +25,11 @@ def main() -> None:
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
+    if spec.get("die_with_parent"):  # serve --foreground: a killed ds41ctl must not leave its engine behind
+        import ctypes
+
+        pr_set_pdeathsig = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
     os.chdir(spec["cwd"])
     try:
         os.execve(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606 - that is the purpose

@@ -120,12 +120,30 @@ def identify(pid: int) -> Identity | None:
 
 def _stat(pid: int) -> tuple[str, int] | None:
     """(state letter, start ticks)."""
+    fields = _stat_fields(pid)
+    return None if fields is None else (fields[0], int(fields[19]))
+
+
+def _stat_fields(pid: int) -> list[str] | None:
+    """Fields 3 and following of /proc/pid/stat (proc(5) counts from 1)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text[text.rindex(")") + 2 :].split()
-    return fields[0], int(fields[19])
+    return text[text.rindex(")") + 2 :].split()
+
+
+def zombie_ending(pid: int) -> tuple[int | None, int | None] | None:
+    """(exit status, signal) of a process that has ended and that nobody has waited for yet; None for any other.
+
+    Field 52 of /proc/pid/stat is the wait status; the kernel shows it to the process's own user.
+    """
+    fields = _stat_fields(pid)
+    if fields is None or fields[0] != "Z":
+        return None
+    status = int(fields[49])
+    signal_number = status & 0x7F
+    return (None, signal_number) if signal_number else (status >> 8, None)
 
 
 def pids() -> list[int]:

@@ -18,7 +18,7 @@ out = Output(json_mode=False)
 
 
 class _Terminated(BaseException):
-    """SIGTERM, raised so that every finally runs."""
+    """SIGTERM or SIGHUP, raised so that every finally runs."""
 
 
 def _on_term(number: int, frame: FrameType | None) -> None:
@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     out = Output(json_mode="--json" in args)
     signal.signal(signal.SIGTERM, _on_term)
+    signal.signal(signal.SIGHUP, _on_term)  # a closed terminal must not skip what SIGTERM would clean up
     try:
         code, error = _run(args), None
     except BaseException as caught:

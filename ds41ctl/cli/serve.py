@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Annotated
 
@@ -34,6 +35,7 @@ def serve(
     """Start the engine in a private tmux server and wait until it is proven ready."""
     from ds41ctl.adapters import running
     from ds41ctl.steps import stop
+    from ds41ctl.steps.foreground import follow, held
     from ds41ctl.steps.serve import Serve, refuse_second
 
     session = open_session(profile, port=port, dspark=dspark)
@@ -45,13 +47,13 @@ def serve(
         stop.end(session.layout, record)
     under_way = refuse_second(session.layout) is not None
     cli.out.line(heading("serve", session))
-    with runs.run(session, "serve") as runner:
-        if not under_way:  # its checks were made, and it holds the port by now
-            runs.demand(runner, runs.Preflight(session, stage="serve", strict=strict, skip=tuple(skip_check or ())))
-        step = Serve(session.layout, session.profile_path, os.environ, foreground=foreground)
-        runner.step(step)
-    serving(session)
-    if foreground:
-        from ds41ctl.steps.foreground import follow
-
-        follow(session.layout, step, cli.out.note)
+    step = Serve(session.layout, session.profile_path, os.environ, foreground=foreground)
+    with held(session.layout) if foreground else contextlib.nullcontext():
+        with runs.run(session, "serve") as runner:
+            if not under_way:  # its checks were made, and it holds the port by now
+                checks = runs.Preflight(session, stage="serve", strict=strict, skip=tuple(skip_check or ()))
+                runs.demand(runner, checks)
+            runner.step(step)
+        serving(session)
+        if foreground:
+            follow(session.layout, step, cli.out.note)

@@ -134,13 +134,12 @@ class Serve:
             try:
                 self._wait(record, progress)
             except KeyboardInterrupt:
-                if not self.foreground:
-                    raise DetachedError(
-                        "interrupted; the engine goes on starting in the background",
-                        hints=("ds41ctl up   # waits for it again", "ds41ctl stop"),
-                    ) from None
-                stop.end(self.layout, record)
-                raise
+                if self.foreground:
+                    raise
+                raise DetachedError(
+                    "interrupted; the engine goes on starting in the background",
+                    hints=("ds41ctl up   # waits for it again", "ds41ctl stop"),
+                ) from None
             except Ds41Error:
                 stop.end(self.layout, record)
                 raise
@@ -194,7 +193,14 @@ class Serve:
         # a clean working folder: `python -m` puts it on sys.path, where a stray vllm/ or *.dist-info would win
         cwd = private_dir(layout.dirs.state / "cwd")
         spec = private_dir(layout.dirs.runtime) / f"{layout.name}.spec.json"
-        files.publish_json(spec, {"argv": list(argv), "env": env, "cwd": str(cwd), "log": str(log)}, mode=0o600)
+        start = {
+            "argv": list(argv),
+            "env": env,
+            "cwd": str(cwd),
+            "log": str(log),
+            "die_with_parent": self.foreground,
+        }
+        files.publish_json(spec, start, mode=0o600)
         record = Running(
             profile=layout.name,
             profile_path=str(self.profile_path),

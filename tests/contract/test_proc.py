@@ -14,12 +14,12 @@ from ds41ctl.adapters import proc
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(120)"]
 # a parent with a child that left its session, as a worker may; both ignore SIGTERM
-STUBBORN = """
+STUBBORN = r"""
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if os.fork() == 0:
     os.setsid()
-print(os.getpid(), flush=True)
+os.write(1, b"%d\n" % os.getpid())  # one write a line, so that two processes cannot mix theirs
 time.sleep(120)
 """
 
@@ -75,6 +75,23 @@ def test_terminate_kills_what_ignores_sigterm_and_touches_nobody_else(children: 
     stubborn.stdout.readline()
     assert proc.terminate(proc.family(stubborn.pid, "NO=match"), grace=0.3) == []
     assert stubborn.wait(5) == -9 and decoy.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("code", "ending"),
+    [("raise SystemExit(7)", (7, None)), ("import os; os.kill(os.getpid(), 9)", (None, 9)), ("pass", (0, None))],
+)
+def test_how_a_process_ended_is_known_before_anybody_waits_for_it(
+    children: list[subprocess.Popen[str]], code: str, ending: tuple[int | None, int | None]
+) -> None:
+    child = start(children, [sys.executable, "-c", code])
+    for _ in range(200):
+        if proc.zombie_ending(child.pid) is not None:
+            break
+        time.sleep(0.02)
+    assert proc.zombie_ending(child.pid) == ending
+    child.wait()
+    assert proc.zombie_ending(child.pid) is None and proc.zombie_ending(os.getpid()) is None
 
 
 def test_a_missing_program_a_time_out_and_a_bad_status_are_answers_not_exceptions() -> None:

@@ -170,16 +170,21 @@ def test_a_start_whose_ds41ctl_was_killed_goes_on_and_the_next_up_waits_for_it(c
     assert cli("stop").code == 0
 
 
-def test_ctrl_c_in_the_foreground_stops_the_engine(cli: Cli) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_the_engine_in_the_foreground_ends_with_its_ds41ctl(cli: Cli, number: signal.Signals, code: int) -> None:
     with cli.start("serve", "--foreground") as running:
         assert running.stdout is not None
         for line in running.stdout:
             if line.startswith("Serving"):
                 break
-        running.send_signal(signal.SIGINT)
+        running.send_signal(number)
         running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert cli.processes() == [] and cli("status").code == 10
+    assert running.returncode == code
+    for _ in range(100):
+        if not cli.processes():
+            break
+        time.sleep(0.1)
+    assert cli.processes() == [] and cli("stop").code == 0 and cli("status").code == 10
 
 
 def test_a_taken_port_is_named_with_its_holder_before_anything_starts(cli: Cli) -> None:
