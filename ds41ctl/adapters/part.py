@@ -102,6 +102,7 @@ class Part:
         self._closed = False
         self._hashed = 0
         self._unclaimed = 0
+        self.waiting = 0  # writers that wait for a claim, that is for the disk
         self._pending = 0  # bytes of writes that have begun and not ended
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -158,8 +159,10 @@ class Part:
         if offset < 0 or offset + len(data) > self.identity.size:
             raise IntegrityError(f"{self.target.name}: more bytes arrive than the pinned {self.identity.size}")
         with self._changed:
+            self.waiting += 1
             while self._unclaimed + len(data) > UNCLAIMED_MAX and self._unclaimed and not self._stopped():
                 self._changed.wait()
+            self.waiting -= 1
             self._check()
             self._unclaimed += len(data)
             self._pending += len(data)

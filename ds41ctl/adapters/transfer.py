@@ -51,12 +51,11 @@ class State:
 
 @dataclass
 class Summary:
-    """What a transfer did: bytes by the path they came, bytes found from an earlier run, notes worth showing."""
+    """What a transfer did: bytes by the way they came, bytes found from an earlier run."""
 
     received: Counter[str] = field(default_factory=Counter)
     resumed: int = 0
     files: int = 0
-    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -95,19 +94,30 @@ class _File:
 @dataclass(eq=False)
 class _Flight:
     stream: Stream
+    part: Part
     since: float
     bytes: int = 0
 
 
 class Transfer:
-    """Runs orders with `connections` workers. One run an object."""
+    """Runs orders with `connections` workers; `progress` and `note` are called by the thread that calls `run` alone.
+
+    One run an object.
+    """
 
     def __init__(
-        self, orders: Sequence[Order], *, connections: int, limits: Limits, progress: Callable[[State], None]
+        self,
+        orders: Sequence[Order],
+        *,
+        connections: int,
+        limits: Limits,
+        progress: Callable[[State], None],
+        note: Callable[[str], None],
     ) -> None:
         self._waiting = deque(sorted(orders, key=lambda order: order.size))
         self._total = sum(order.size for order in orders)
-        self._connections, self._limits, self._progress = connections, limits, progress
+        self._connections, self._limits, self._progress, self._note = connections, limits, progress, note
+        self._notes: deque[str] = deque()
         self._changed = threading.Condition()
         self._active: list[_File] = []
         self._flights: set[_Flight] = set()
@@ -127,11 +137,13 @@ class Transfer:
                 with self._changed:
                     self._changed.wait(_LOOK_S)
                 self._watch()
+                self._tell()
                 self._progress(self._state())
                 if self._error is not None:
                     break
         finally:
             self._end(workers)
+            self._tell()
         if self._error is not None:
             raise self._error
         return self.summary
@@ -152,6 +164,10 @@ class Transfer:
 
     # ---- watching
 
+    def _tell(self) -> None:
+        while self._notes:
+            self._note(self._notes.popleft())
+
     def _state(self) -> State:
         with self._changed:
             active = tuple((f.order.target.name, f.part.received, f.order.size) for f in self._active)
@@ -171,7 +187,8 @@ class Transfer:
         with self._changed:
             for flight in self._flights:
                 if now - flight.since >= self._limits.stall_s:
-                    if flight.bytes < STALL_BYTES:
+                    # a reader that waits for this disk is no fault of the server's
+                    if flight.bytes < STALL_BYTES and not flight.part.waiting:
                         flight.stream.cancel()
                     flight.since, flight.bytes = now, 0
 
@@ -237,7 +254,7 @@ class Transfer:
         source, single = item.sources[0], item.single
         try:
             with source.open(0 if single else begin, end) as stream:
-                flight = _Flight(stream, time.monotonic())
+                flight = _Flight(stream, item.part, time.monotonic())
                 with self._changed:
                     self._flights.add(flight)
                 try:
@@ -249,7 +266,7 @@ class Transfer:
             with self._changed:
                 if not item.single:
                     item.single = True
-                    self.summary.notes.append(fault.message + ": one stream from the start")
+                    self._notes.append(fault.message + ": one stream from the start")
         except Fault as fault:
             with self._changed:
                 self._faulted(item, source, fault)
@@ -287,12 +304,15 @@ class Transfer:
             if item.xet_faults >= XET_FAULTS and len(item.sources) > 1:
                 item.sources.pop(0)
                 item.faults = 0
-                self.summary.notes.append(f"{item.order.target.name}: {fault.message}; going on over plain HTTP")
+                self._notes.append(f"{item.order.target.name}: {fault.message}; going on over plain HTTP")
                 return
         if item.faults >= self._limits.attempts:
             self._error = Fault(f"{fault.message} ({item.faults} times in a row)")
             return
-        item.not_before = time.monotonic() + pause(self._limits, item.faults, fault.retry_after)
+        wait = pause(self._limits, item.faults, fault.retry_after)
+        item.not_before = time.monotonic() + wait
+        attempt = f"attempt {item.faults + 1} of {self._limits.attempts} in {wait:.3g} s"
+        self._notes.append(f"{item.order.target.name}: {fault.message}; {attempt}")
 
     def _finish(self, item: _File) -> None:
         try:
@@ -316,6 +336,6 @@ class Transfer:
             doubtful = item.part.resumed > 0 or item.order.sources[0].label == "xet"
             if item.again or not doubtful or not plain:
                 raise error
-            self.summary.notes.append(f"{error.message}; fetched once more")
+            self._notes.append(f"{error.message}; fetched once more")
             self._start(item.order, sources=plain, again=True)
             self._changed.notify_all()

@@ -163,6 +163,9 @@ class Output:
             self._progress_line = f"  {event.step}"
         elif event.type == "step.progress" and event.data.get("note"):
             self.note(f"  {event.step:<10} {event.text}")
+        elif event.type == "step.progress" and event.data.get("files") is not None:
+            # many files at once: the total first, what does not fit the line is the tail of the names
+            self.progress(f"  {event.step:<10}{_amount(event.data)}  {event.text}")
         elif event.type == "step.progress":
             self.progress(f"  {event.step:<10} {event.text}{_amount(event.data)}")
         elif event.type == "finding" and event.finding is not None:

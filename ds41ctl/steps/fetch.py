@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,17 +33,18 @@ def locked_folders(folders: Sequence[Path], what: str) -> Iterator[None]:
 
 
 class Told:
-    """Progress of many threads as one line at most every TELL_EVERY_S."""
+    """Progress at most every TELL_EVERY_S, from one thread at a time (a journal takes no two at once)."""
 
     def __init__(self, progress: Progress) -> None:
-        self._progress, self._at = progress, 0.0
+        self._progress, self._at, self._lock = progress, 0.0, threading.Lock()
 
-    def __call__(self, text: str, data: dict[str, Any], *, always: bool = False) -> None:
+    def __call__(self, text: str, data: dict[str, Any]) -> None:
         """Tell, unless it was told a moment ago."""
-        now = time.monotonic()
-        if always or now - self._at >= TELL_EVERY_S:
-            self._at = now
-            self._progress(text, data)
+        with self._lock:
+            now = time.monotonic()
+            if now - self._at >= TELL_EVERY_S:
+                self._at = now
+                self._progress(text, data)
 
 
 def hash_all(wanted: Sequence[tuple[Path, Expected]], progress: Progress) -> list[Checked]:
@@ -196,19 +198,19 @@ class Fetch:
             )
 
         tell = Told(progress)
-        progress(f"{len(bad)} files from {hub.name}, {'Xet where the Hub has it' if hub.xet else 'plain HTTP'}", {})
+        way = "Xet where the Hub has it" if hub.xet else "plain HTTP"
+        progress(f"{len(bad)} files from {hub.name}, {way}", {"note": True})
         transfer = Transfer(
             [order(folder, item) for folder, item, _ in bad],
             connections=self.connections,
             limits=hub.limits,
             progress=lambda state: tell(_line(state), _numbers(state)),
+            note=lambda text: progress(text, {"note": True}),
         )
         try:
             self._summary = transfer.run()
         finally:
             client.close()
-            for note in transfer.summary.notes:
-                progress(note, {"note": True})
 
 
 def _sweep(held: Sequence[Holding], bad: Sequence[Checked]) -> None:
