@@ -22,7 +22,7 @@ def probe(layout: Layout, *, level: int = 1) -> HostFacts:
     record = running.read(layout.record_path)
     facts = facts.model_copy(
         update={
-            "pack": pack.inspect(layout.profile, layout.model_dir),
+            "pack": pack.inspect(layout),
             "store": store.inspect(layout),
             "gpu_groups": dict(layout.gpu_groups),
             "engine": enginevenv.inspect(layout) if layout.profile.engine.kind == "venv" else _image(layout, facts),

@@ -283,7 +283,7 @@ def _ours(folder: Path) -> bool:
 
 def _source_digest(layout: Layout, shard: Path) -> str:
     """sha256 of a shard: from its sidecar when that still vouches for the bytes, else by reading them all."""
-    pinned = {item.name: item for item in pack.expected(layout.profile)}.get(shard.name)
+    pinned = {item.name: item for item in pack.expected(layout)}.get(shard.name)
     if pinned is None:
         return files.file_sha256(shard)
     reason = pack.file_problem(layout.model_dir, pinned, hash_it=False)

@@ -17,6 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("up", "Bare machine to proven engine in one go"),
     "preflight": ("preflight", "Check this machine for a profile"),
     "fetch": ("fetch", "Get the pinned pack, verified by sha256"),
+    "pack": ("pack", "Build the hybrid pack, or look into a pack"),
     "engine": ("engine", "Install, verify or list engines"),
     "engram": ("engram", "Build, show, verify or drop the Engram store"),
     "clocks": ("clocks", "Hold the SM clocks, give them back"),

@@ -29,16 +29,18 @@ def up_plan(session: Session) -> Plan:
     from ds41ctl.adapters import pack, store
 
     layout, profile = session.layout, session.profile
-    wanted = pack.expected(profile)
+    held = pack.holdings(layout) or ()
+    wanted = [item for holding in held for item in holding.items]
     sources = ", ".join(source.what or source.kind for source in profile.model.sources)
     steps = [
         PlannedStep(step="preflight", what="check this machine (ds41ctl preflight --list)"),
         PlannedStep(
             step="fetch",
             what=f"get and verify the pack: {sources}",
-            writes=(str(layout.model_dir),),
+            writes=tuple(str(holding.folder) for holding in held) or (str(layout.model_dir),),
             bytes=sum(item.size for item in wanted) or None,
         ),
+        *_graft(session),
         PlannedStep(
             step="engine",
             what=f"install {profile.engine.lock or profile.engine.wheel or profile.engine.image}",
@@ -63,6 +65,14 @@ def up_plan(session: Session) -> Plan:
         )
     steps += [*_start(session), PlannedStep(step="smoke", what="ask the engine (ds41ctl smoke --list)")]
     return serve_plan(layout, _store_folder(session), "up", tuple(steps))
+
+
+def _graft(session: Session) -> list[PlannedStep]:
+    spec = session.profile.model.graft
+    if spec is None:
+        return []
+    what = f"build the hybrid of links: {spec.tensors} tensors, {spec.grafted} from {spec.donor}"
+    return [PlannedStep(step="graft", what=what, writes=(str(session.layout.model_dir),))]
 
 
 def plan_of_serve(session: Session) -> Plan:

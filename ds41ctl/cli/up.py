@@ -31,9 +31,11 @@ def up(
     json: options.JsonOpt = False,
 ) -> None:
     """Preflight, fetch, engine, engram, serve, smoke; each step that is already reached says so."""
+    from ds41ctl.adapters.hub import Hub
     from ds41ctl.steps.engine import EngineInstall
     from ds41ctl.steps.engram import EngramBuild
     from ds41ctl.steps.fetch import Fetch
+    from ds41ctl.steps.graft import GraftPack
     from ds41ctl.steps.serve import Serve
 
     session = open_session(profile, port=port, dspark=dspark)
@@ -44,7 +46,9 @@ def up(
     cli.out.line(heading("up", session))
     with runs.run(session, "up") as runner:
         runs.demand(runner, runs.Preflight(session, stage="up", strict=strict, skip=tuple(skip_check or ())))
-        runner.step(Fetch(layout))
+        runner.step(Fetch(layout, hub=lambda: Hub.of_environment(xet=session.resolved.settings.xet)))
+        if session.profile.model.graft is not None:
+            runner.step(GraftPack(layout))
         runner.step(EngineInstall(layout, os.environ))
         if session.profile.engram.storage == "none":
             runner.skip("engram", "this profile keeps no store")

@@ -68,6 +68,7 @@ class HubSource(_Model):
     repo: str
     revision: Revision
     patterns: tuple[str, ...] = ("*",)
+    dir: str = Field("", description="folder below the data folder; empty: the pack's own folder")
     what: str = ""
 
 
@@ -97,6 +98,21 @@ class EngramTable(_Model):
     shard: str
 
 
+class Graft(_Model):
+    """A hybrid pack made of links: trunk and experts of two packs, some layers' experts of a third one.
+
+    `trunk`, `experts` and `donor` are the `dir` of three sources.
+    """
+
+    trunk: str = Field(description="every tensor that is no routed expert, and the Engram tables")
+    experts: str = Field(description="routed experts of the layers that are not grafted, and the EXL3 settings")
+    donor: str = Field(description="routed experts of the grafted layers")
+    layers: tuple[int, ...] = Field(min_length=1)
+    bits: float = Field(gt=0, le=8, description="K of every grafted matrix, bits a weight")
+    tensors: int = Field(gt=0, description="tensors the hybrid's index must name")
+    grafted: int = Field(gt=0, description="tensors that must come from the donor")
+
+
 class Model(_Model):
     """The pack: where it comes from and what must be true of it."""
 
@@ -106,6 +122,12 @@ class Model(_Model):
     vocab_size: int = Field(gt=0, le=1 << 24)
     compressed_vocab_size: int = Field(gt=0, le=1 << 24, description="ids after the Engram token map")
     engram: tuple[EngramTable, ...]
+    graft: Graft | None = Field(None, description="set: the pack's folder is built from the sources' folders")
+
+    @property
+    def hub_sources(self) -> tuple[HubSource, ...]:
+        """The sources that are downloaded."""
+        return tuple(source for source in self.sources if isinstance(source, HubSource))
 
     @property
     def engram_layers(self) -> tuple[int, ...]:
@@ -253,6 +275,7 @@ def disagreements(tree: dict[str, Any]) -> list[str]:
     faults += _group_faults(hardware)
     faults += _pin_faults(engine)
     faults += _argv_faults(serve)
+    faults += _graft_faults(_table(tree, "model"))
     if serve.get("host") == "":
         faults.append("serve.host: is empty")
     provenance = _table(tree, "provenance")
@@ -275,6 +298,13 @@ def _source(provenance: dict[str, Any], key: str) -> str:
         if source:
             return str(source)
     return ""
+
+
+def _graft_faults(model: dict[str, Any]) -> list[str]:
+    graft, sources = _table(model, "graft"), model.get("sources")
+    dirs = {source.get("dir") for source in sources or () if isinstance(source, dict)} - {"", None}
+    parts = ("trunk", "experts", "donor") if graft else ()
+    return [f"model.graft.{part}: is the dir of no source" for part in parts if graft.get(part) not in dirs]
 
 
 def _group_faults(hardware: dict[str, Any]) -> list[str]:

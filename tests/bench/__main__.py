@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ds41ctl.adapters import files, pack, store
+from tests.bench import fetch
 from tests.fakes import nvml
 
 MIB = 1 << 20
@@ -126,6 +127,8 @@ def main() -> None:
     def start(*argv: str) -> Callable[[], object]:
         return lambda: subprocess.run([sys.executable, *argv], capture_output=True, check=True)
 
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
+        fetch.main(Path(name))
     row(
         "ds41ctl --help",
         start("-m", "ds41ctl", "--help"),
