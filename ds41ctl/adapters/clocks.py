@@ -368,10 +368,8 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            for uuid in self._uuids:
-                found = self._reader.sample(uuid)
-                if found is not None:
-                    self.samples[uuid].append(Reading(found.mhz, found.busy_percent))
+            for uuid, found in self._reader.samples(self._uuids).items():
+                self.samples[uuid].append(Reading(found.mhz, found.busy_percent))
             self._stop.wait(SAMPLE_EVERY_S)
 
 

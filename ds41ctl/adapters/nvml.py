@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -66,8 +66,8 @@ class GpuReader(Protocol):
         """Every GPU, whatever answers."""
         ...
 
-    def sample(self, uuid: str) -> Sample | None:
-        """SM clock and load now; None when the GPU does not answer."""
+    def samples(self, uuids: Sequence[str]) -> dict[str, Sample]:
+        """SM clock and load now of each GPU that answers."""
         ...
 
 
@@ -110,18 +110,21 @@ class Nvml:
                 p2p=_peers(library, count),
             )
 
-    def sample(self, uuid: str) -> Sample | None:
-        """SM clock and load now; None when the GPU does not answer."""
+    def samples(self, uuids: Sequence[str]) -> dict[str, Sample]:
+        """SM clock and load now of each GPU that answers."""
+        found: dict[str, Sample] = {}
         with self._session() as (library, _):
             if library is None:
-                return None
-            try:
-                handle = library.nvmlDeviceGetHandleByUUID(uuid)
-                mhz = int(library.nvmlDeviceGetClockInfo(handle, CLOCK_SM))
-                busy = int(library.nvmlDeviceGetUtilizationRates(handle).gpu)
-            except library.NVMLError:
-                return None
-            return Sample(mhz, busy, _throttle(library, handle) or 0)
+                return found
+            for uuid in uuids:
+                try:
+                    handle = library.nvmlDeviceGetHandleByUUID(uuid)
+                    mhz = int(library.nvmlDeviceGetClockInfo(handle, CLOCK_SM))
+                    busy = int(library.nvmlDeviceGetUtilizationRates(handle).gpu)
+                except library.NVMLError:
+                    continue
+                found[uuid] = Sample(mhz, busy, _throttle(library, handle) or 0)
+        return found
 
     def lock(self, uuid: str, mhz: int) -> str:
         """Lock one GPU's SM clock (Volta and newer, root)."""

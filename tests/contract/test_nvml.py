@@ -241,12 +241,13 @@ def test_setters_change_what_getters_return(driver: nvml.Driver) -> None:
     code = (
         "from ds41ctl.adapters.nvml import Nvml\n"
         "n = Nvml(); u = n.survey().gpus[1].uuid\n"
-        "print(n.sample(u).mhz, repr(n.lock(u, 1380)), n.sample(u).mhz, repr(n.reset(u)), n.sample(u).mhz)\n"
-        "print(n.sample('GPU-nobody'), repr(n.lock('GPU-nobody', 1)))\n"
+        "mhz = lambda: n.samples([u])[u].mhz\n"
+        "print(mhz(), repr(n.lock(u, 1380)), mhz(), repr(n.reset(u)), mhz())\n"
+        "print(n.samples(['GPU-nobody']), repr(n.lock('GPU-nobody', 1)))\n"
     )
     first, second = child(driver, code).splitlines()
     assert first == "135 '' 1380 '' 135"
-    assert second.startswith("None ") and "NVML" in second
+    assert second.startswith("{} ") and "NVML" in second
     assert driver.calls() == ["lock 1 1380", "reset 1 0"]
 
 
