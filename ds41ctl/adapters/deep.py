@@ -63,7 +63,7 @@ def digests(layout: Layout) -> tuple[DigestFacts, ...]:
     """sha256 of every pinned file of the pack, now."""
     return tuple(
         DigestFacts(name=item.name, problem=pack.file_problem(layout.model_dir, item, hash_it=True))
-        for item in pack.expected(layout.profile)
+        for item in pack.expected(layout)
     )
 
 
