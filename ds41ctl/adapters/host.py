@@ -326,6 +326,11 @@ def _find_tool(name: str, environ: Mapping[str, str]) -> str:
 # ---- memory
 
 
+def memory(root: Path = Path("/")) -> MemoryFacts:
+    """Host memory alone, for those who need nothing else."""
+    return _memory(root)
+
+
 def _memory(root: Path) -> MemoryFacts:
     info = {
         name: int(kib) * 1024

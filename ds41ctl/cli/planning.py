@@ -26,7 +26,7 @@ def serve_step(session: Session) -> PlannedStep:
 
 def up_plan(session: Session) -> Plan:
     """Plan of `up`."""
-    from ds41ctl.adapters import pack, store
+    from ds41ctl.adapters import pack, store, storeplace
 
     layout, profile = session.layout, session.profile
     held = pack.holdings(layout) or ()
@@ -48,19 +48,13 @@ def up_plan(session: Session) -> Plan:
         ),
     ]
     if profile.engram.storage != "none":
-        mounts: tuple[tuple[str, ...], ...] = ()
-        if len(layout.store_dirs) > 1:
-            mounts = tuple(
-                tuple(store.mount_argv(option, layout.store_dirs[0], root=layout.dirs.uid == 0))
-                for option in store.mount_options(layout)[:1]
-            )
         steps.append(
             PlannedStep(
                 step="engram",
                 what=f"put {len(profile.model.engram)} tables into {profile.engram.storage}, rows checked",
                 writes=tuple(str(path) for path in layout.store_dirs[:1]),
                 bytes=store.needed_bytes(layout),
-                commands=mounts,
+                commands=storeplace.planned_commands(layout),
             )
         )
     steps += [*_start(session), PlannedStep(step="smoke", what="ask the engine (ds41ctl smoke --list)")]

@@ -304,9 +304,16 @@ class PackFacts(_Facts):
 
 
 class StoreFacts(_Facts):
-    """The Engram store as its manifest and files state it. `problem` is '' when it is valid."""
+    """The Engram store as its manifest and files state it. `problem` is '' when it is valid.
+
+    `data_dir` holds the records (`dir` the manifest), `huge_share` is the part of their bytes on huge pages and
+    `node_bytes` their bytes by NUMA node, both measured by the build.
+    """
 
     dir: str
+    data_dir: str = ""
+    huge_share: float | None = None
+    node_bytes: dict[int, int] = Field(default_factory=dict)
     exists: bool = False
     storage: str = ""
     fstype: str = ""

@@ -87,7 +87,7 @@ def layout(
     `committed_pins`: where a lock committed beside the profile would lie.
 
     Store candidates in order: the folder the user prepared (alone), else a mount of our own below the state
-    folder, else a folder in /dev/shm (tmpfs that every user may write).
+    folder, else a folder in /dev/shm (tmpfs that every user may write). A disk store lies below the data folder.
     """
     groups = dict(profile.hardware.gpu_groups)
     for name, chosen in (("a", settings.gpus_a), ("c", settings.gpus_c)):
@@ -111,6 +111,8 @@ def layout(
         stores = [settings.engram_dir]
     elif profile.engram.dir:
         stores = [Path(profile.engram.dir)]
+    elif profile.engram.storage == "disk":
+        stores = [dirs.data / "engram" / profile.name]
     else:
         stores = [dirs.state / "engram" / profile.name] if may_mount else []
         stores.append(Path("/dev/shm") / f"ds41ctl-{dirs.uid}" / profile.name)  # noqa: S108 - 0700, owner checked

@@ -204,10 +204,12 @@ class Serve(_Model):
 class Engram(_Model):
     """Where the tables live while the engine runs."""
 
-    storage: Literal["tmpfs", "hugetlb", "none"]
+    storage: Literal["tmpfs", "hugetlb", "disk", "none"] = Field(
+        description="tmpfs and hugetlb are memory; disk reads each row from a drive, for machines without the memory"
+    )
     dir: str = Field("", description="absolute folder; empty: chosen below /dev/shm or the state folder")
     size_gib: float = Field(0, ge=0, le=16384, description="tmpfs size; 0 computes it from the tables")
-    page: Literal["", "4K", "2M", "1G"] = ""
+    page: Literal["", "4K", "2M", "1G"] = Field("", description="page size; empty: the best there is")
 
 
 class Clocks(_Model):
