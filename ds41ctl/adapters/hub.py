@@ -24,6 +24,13 @@ HUB = "https://huggingface.co"
 # huggingface_hub reads these once, at import; its defaults of 10 s end multi-gigabyte requests on a busy line
 TIMEOUTS = {"HF_HUB_DOWNLOAD_TIMEOUT": "120", "HF_HUB_ETAG_TIMEOUT": "30"}
 _XET_TOKEN_SPARE_S = 60
+# bytes that hf-xet keeps in memory; its defaults (1.6 GB, growing to 6.3 GB) would take it from an engine
+XET_BUFFERS = {
+    "reconstruction.download_buffer_size": 64_000_000,
+    "reconstruction.download_buffer_perfile_size": 16_000_000,
+    "reconstruction.download_buffer_limit": 96_000_000,
+    "reconstruction.min_prefetch_buffer": 32_000_000,
+}
 
 
 def _library() -> Any:
@@ -148,55 +155,58 @@ class Hub:
 
 
 class XetStore:
-    """Ranged streams of files in Xet storage; the connection is made on first use and shared."""
+    """The Xet storage behind a repository: one session for all, one token until it is nearly spent."""
 
     def __init__(self, hub: Hub, client: download.Client, repo: str, revision: str) -> None:
         self._hub, self._client = hub, client
         self._token_url = f"{hub.endpoint}/api/models/{repo}/xet-read-token/{revision}"
         self._lock = threading.Lock()
         self._session: Any = None
-        self._group: Any = None
-        self._expires = 0
+        self._access: dict[str, Any] = {}
 
     def file(self, xet_hash: str, size: int, what: str) -> XetFile:
         """One file of the store."""
         return XetFile(self, xet_hash, size, what)
 
     def group(self) -> Any:
-        """The stream group, with a token that is still good for a while."""
-        with self._lock:
-            if self._group is None or self._expires <= time.time() + _XET_TOKEN_SPARE_S:
-                self._group = self._connect()
-            return self._group
-
-    def _connect(self) -> Any:
+        """A new stream group. Raises Fault when the Hub gives no usable token."""
         import hf_xet
 
+        with self._lock:
+            if self._session is None:
+                self._session = hf_xet.XetSession(hf_xet.XetConfig().with_config(XET_BUFFERS))
+            if self._access.get("token_expiry_unix_secs", 0) <= time.time() + _XET_TOKEN_SPARE_S:
+                self._access = self._token()
+            refresh = {"Authorization": f"Bearer {self._hub.token}"} if self._hub.token else {}
+            return self._session.new_download_stream_group(
+                **self._access, token_refresh_url=self._token_url, token_refresh_headers=refresh
+            )
+
+    def _token(self) -> dict[str, Any]:
         headers, _ = self._client.get(self._token_url, "the Xet token")
         try:
-            endpoint, token = headers["x-xet-cas-url"], headers["x-xet-access-token"]
-            self._expires = int(headers["x-xet-token-expiration"])
+            return {
+                "endpoint": headers["x-xet-cas-url"],
+                "token": headers["x-xet-access-token"],
+                "token_expiry_unix_secs": int(headers["x-xet-token-expiration"]),
+            }
         except (KeyError, ValueError):
             raise Fault(f"{self._hub.name} gives no usable Xet token") from None
-        if self._session is None:
-            self._session = hf_xet.XetSession()
-        refresh = {"Authorization": f"Bearer {self._hub.token}"} if self._hub.token else {}
-        return self._session.new_download_stream_group(
-            endpoint=endpoint,
-            token=token,
-            token_expiry_unix_secs=self._expires,
-            token_refresh_url=self._token_url,
-            token_refresh_headers=refresh,
-        )
 
 
 class XetFile:
-    """One file in Xet storage."""
+    """One file in Xet storage, with a stream group of its own.
+
+    A stream that somebody waits for cannot be cancelled by itself (the library refuses: "Already borrowed"), its
+    group can: that drops all streams of this file, and the next one opens a new group.
+    """
 
     label = "xet"
 
     def __init__(self, store: XetStore, xet_hash: str, size: int, what: str) -> None:
         self._store, self._hash, self._size, self._what = store, xet_hash, size, what
+        self._lock = threading.Lock()
+        self._group: Any = None
 
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[Stream]:
@@ -204,27 +214,39 @@ class XetFile:
         import hf_xet
 
         try:
-            group = self._store.group()
+            with self._lock:
+                if self._group is None:
+                    self._group = self._store.group()
+                group = self._group
             stream = group.download_stream(hf_xet.XetFileInfo(self._hash, self._size), start=begin, end=end)
         except Ds41Error:
             raise
         except Exception as error:
+            self.abort()
             raise Fault(f"{self._what}: Xet: {_first_line(error)}") from None
         try:
-            yield _XetBody(stream, end - begin, self._what)
+            yield _XetBody(self, stream, end - begin, self._what)
         finally:
             with contextlib.suppress(Exception):
                 stream.cancel()
 
+    def abort(self) -> None:
+        """End every stream of this file."""
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(Exception):
+                group.abort()
+
 
 class _XetBody:
-    def __init__(self, stream: Any, length: int, what: str) -> None:
-        self._stream, self._left, self._what = stream, length, what
+    def __init__(self, file: XetFile, stream: Any, length: int, what: str) -> None:
+        self._file, self._stream, self._left, self._what = file, stream, length, what
 
     def __iter__(self) -> Iterator[bytes]:
         try:
             for chunk in self._stream:
-                piece = bytes(chunk)[: self._left]
+                piece = chunk if len(chunk) <= self._left else chunk[: self._left]
                 self._left -= len(piece)
                 yield piece
         except Exception as error:
@@ -233,8 +255,8 @@ class _XetBody:
             raise Fault(f"{self._what}: Xet: the stream ended {self._left} bytes early")
 
     def cancel(self) -> None:
-        """Stop the stream: its reader ends."""
-        self._stream.cancel()
+        """End the streams of this file: a reader that waits gets an error or the end."""
+        self._file.abort()
 
 
 def _first_line(error: Exception) -> str:

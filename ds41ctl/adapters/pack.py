@@ -27,6 +27,7 @@ from ds41ctl.core.tensors import TABLE
 SIDECAR = ".sha256-ok"
 QUARANTINE = ".bad"
 MISSING = "missing"
+LINK_OUT = "a symlink that leaves the pack folder"
 INDEX = "model.safetensors.index.json"
 GRAFT = "ds41-graft.json"
 LOCK_FILE = ".ds41ctl.lock"
@@ -232,7 +233,7 @@ def place_problem(folder: Path, item: Expected) -> str:
         if not path.is_symlink() or real != item.target.resolve():
             return f"not the link to {item.target} that it was made as"
     elif not real.is_relative_to(folder.resolve()):
-        return "a symlink that leaves the pack folder"
+        return LINK_OUT
     size = path.stat().st_size
     return "" if size == item.size else f"{size} bytes, expected {item.size}"
 

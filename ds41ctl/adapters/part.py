@@ -25,6 +25,7 @@ JOURNAL_SUFFIX = ".journal"
 CLAIM_AT = 24 << 20  # received bytes after which a claim is made
 UNCLAIMED_MAX = 48 << 20  # writers wait there: with what sockets hold, a kill costs less than 64 MiB of a file
 _HASH_STEP = 4 << 20
+_WRITE_STEP = 4 << 20  # Xet hands out pieces of tens of MiB
 
 
 @dataclass(frozen=True)
@@ -158,15 +159,21 @@ class Part:
         """Take bytes for `offset`; waits while too much is not claimed yet."""
         if offset < 0 or offset + len(data) > self.identity.size:
             raise IntegrityError(f"{self.target.name}: more bytes arrive than the pinned {self.identity.size}")
+        view = memoryview(data)
+        for begin in range(0, len(view), _WRITE_STEP):
+            self._write(offset + begin, view[begin : begin + _WRITE_STEP])
+
+    def _write(self, offset: int, view: memoryview) -> None:
+        """A piece small enough that a writer only waits while a claim is due anyway."""
+        length = len(view)
         with self._changed:
             self.waiting += 1
-            while self._unclaimed + len(data) > UNCLAIMED_MAX and self._unclaimed and not self._stopped():
+            while self._unclaimed + length > UNCLAIMED_MAX and self._unclaimed and not self._stopped():
                 self._changed.wait()
             self.waiting -= 1
             self._check()
-            self._unclaimed += len(data)
-            self._pending += len(data)
-        view = memoryview(data)
+            self._unclaimed += length
+            self._pending += length
         at = offset
         try:
             while view:
@@ -174,7 +181,7 @@ class Part:
                 view, at = view[count:], at + count
         finally:
             with self._changed:
-                self._pending -= len(data)
+                self._pending -= length
                 self._spans.add(offset, at)
                 hash_more = self._spans.front - self._hashed >= _HASH_STEP or self._spans.total == self.identity.size
                 if hash_more or self._unclaimed >= CLAIM_AT or self._closed:

@@ -123,7 +123,7 @@ class Fetch:
                 folder, item, reason = corrupt[0]
                 raise IntegrityError(
                     f"{folder / item.name}: {reason}" + (f" (and {len(corrupt) - 1} more)" if corrupt[1:] else ""),
-                    hints=("ds41ctl fetch --repair   # quarantines the file and gets it again",),
+                    hints=_advice(reason),
                 )
             _demand_space(bad)
             for folder, item, _ in corrupt:
@@ -211,6 +211,12 @@ class Fetch:
             self._summary = transfer.run()
         finally:
             client.close()
+
+
+def _advice(reason: str) -> tuple[str, ...]:
+    if reason == pack.LINK_OUT:  # typical of the Hub client's cache: the bytes may well be right, but not here
+        return ("move the bytes into the folder: hf download --local-dir, or cp -L",)
+    return ("ds41ctl fetch --repair   # quarantines the file and gets it again",)
 
 
 def _sweep(held: Sequence[Holding], bad: Sequence[Checked]) -> None:

@@ -5,6 +5,8 @@ The Hub is tests/fakes/hub.py on loopback sockets; the last tests let the real h
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -737,6 +739,153 @@ def test_a_sick_xet_store_ends_in_plain_http(tmp_path: Path, hub: FakeHub, xet: 
     fetch(layout, hub, xet=True, told=told)
     assert whole(layout)
     assert any(data.get("note") for _, data in told), "the change of the way is said"
+
+
+class Still:
+    """A Xet stream that gives some bytes and then stands still until somebody cancels it."""
+
+    label = "xet"
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.opened, self.cancelled = data, 0, threading.Event()
+
+    @contextlib.contextmanager
+    def open(self, begin: int, end: int) -> Iterator[Still]:
+        self.opened, self.cancelled = self.opened + 1, threading.Event()
+        self.begin = begin
+        yield self
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self.begin == 0:
+            yield self.data[:1000]
+        assert self.cancelled.wait(20), "nobody cancelled it"
+        raise transfer.Fault("Xet: the stream ended early")
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class Stuck(Still):
+    """One that does not even end when it is cancelled, as a library call that hangs."""
+
+    def __init__(self, data: bytes, until: threading.Event) -> None:
+        super().__init__(data)
+        self.until = until
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.until.wait(60)
+        yield self.data[self.begin :]
+
+
+class Plain:
+    """A source that always works."""
+
+    label = "http"
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.begins = data, list[int]()
+
+    @contextlib.contextmanager
+    def open(self, begin: int, end: int) -> Iterator[Any]:
+        self.begins.append(begin)
+        yield Whole(self.data[begin:end])
+
+
+class Whole(list[bytes]):
+    def __init__(self, data: bytes) -> None:
+        super().__init__([data])
+
+    def cancel(self) -> None:
+        """Nothing to cancel."""
+
+
+def test_xet_that_stands_still_is_dropped_and_after_three_times_plain_http_goes_on(tmp_path: Path) -> None:
+    data, notes, arrived = CONTENT[BIG], list[str](), list[str]()
+    still, plain = Still(data), Plain(data)
+    order = transfer.Order(tmp_path / BIG, len(data), "sha256:" + sha(BIG), (still, plain), arrived.append)
+    limits = Limits(stall_s=0.3, attempts=9, backoff_s=0.01)
+    began = time.monotonic()
+    run = transfer.Transfer([order], connections=1, limits=limits, progress=lambda state: None, note=notes.append)
+    summary = run.run()
+    assert (tmp_path / BIG).read_bytes() == data and arrived == [sha(BIG)]
+    assert still.opened == 3 and plain.begins == [1000] and time.monotonic() - began < 5
+    assert "going on over plain HTTP" in notes[-1] and summary.received == {"xet": 1000, "http": len(data) - 1000}
+
+
+def test_a_library_call_that_never_comes_back_is_left_behind(tmp_path: Path) -> None:
+    data, notes, end = CONTENT[BIG], list[str](), threading.Event()
+    stuck, plain = Stuck(data, end), Plain(data)
+    order = transfer.Order(tmp_path / BIG, len(data), "sha256:" + sha(BIG), (stuck, plain), lambda sha256: None)
+    limits = Limits(stall_s=0.2, attempts=9, backoff_s=0.01)
+    began = time.monotonic()
+    transfer.Transfer([order], connections=1, limits=limits, progress=lambda s: None, note=notes.append).run()
+    end.set()
+    assert (tmp_path / BIG).read_bytes() == data and stuck.opened == 3 and time.monotonic() - began < 5
+    assert "does not end" in notes[-1]
+
+
+def test_pieces_larger_than_a_claim_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Xet hands out tens of MiB at once: a writer must not wait for a claim that is not due."""
+    monkeypatch.setattr(part, "CLAIM_AT", 3 * MIB)
+    monkeypatch.setattr(part, "UNCLAIMED_MAX", 6 * MIB)
+    monkeypatch.setattr(part, "_WRITE_STEP", MIB)
+    data = hashlib.shake_256(b"pieces").digest(23 * MIB)
+    open_part = part.Part(tmp_path / "f", part.Identity(len(data), "sha256:" + hashlib.sha256(data).hexdigest()))
+    spans = [(at, min(at + 5 * MIB, len(data))) for at in range(0, len(data), 5 * MIB)]
+    writers = [threading.Thread(target=open_part.write, args=(a, data[a:b]), daemon=True) for a, b in spans]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(10)
+    assert not any(writer.is_alive() for writer in writers)
+    assert open_part.finish() == hashlib.sha256(data).hexdigest() and (tmp_path / "f").read_bytes() == data
+
+
+def test_a_published_file_is_one_fsync_one_rename_and_one_fsync_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (calls.append(f"fsync {Path(f'/proc/self/fd/{fd}').readlink()}"), fsync(fd))
+    )
+
+    def renamed(self: Path, target: Path) -> Path:
+        calls.append(f"rename {target}")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    data, target = CONTENT[BIG], tmp_path / BIG
+    order = transfer.Order(target, len(data), "sha256:" + sha(BIG), (Plain(data),), lambda sha256: None)
+    transfer.Transfer([order], connections=2, limits=LIMITS, progress=lambda s: None, note=lambda t: None).run()
+    found = part.part_path(target, part.Identity(len(data), "sha256:" + sha(BIG)))
+    assert calls[-3:] == [f"fsync {found}", f"rename {target}", f"fsync {tmp_path}"]
+    assert calls.count(f"rename {target}") == 1
+
+
+def test_a_disk_that_cannot_read_is_a_finding_and_not_a_crash(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = only_bytes(tmp_path)
+    fetch(layout, hub)
+
+    def broken(path: Path, **options: Any) -> files.Digest:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(files, "file_digest", broken)
+    assert "not readable: Input/output error" in judge(layout)["pack.bytes"][0]
+
+
+def test_a_pack_of_links_into_a_hub_cache_is_not_downloaded_again_by_advice(tmp_path: Path, hub: FakeHub) -> None:
+    layout = layout_of(tmp_path)
+    blob = tmp_path / "blobs" / "b"
+    blob.parent.mkdir()
+    blob.write_bytes(CONTENT[BIG])
+    layout.model_dir.mkdir(parents=True)
+    (layout.model_dir / BIG).symlink_to(blob)
+    with pytest.raises(IntegrityError, match="a symlink that leaves") as caught:
+        fetch(layout, hub)
+    assert "--local-dir" in caught.value.hints[0] and "--repair" not in str(caught.value.hints)
 
 
 # ---- the real client on the same fake: the fake is faithful
