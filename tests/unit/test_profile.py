@@ -14,7 +14,7 @@ from ds41ctl.core.engram import sub_tables
 from ds41ctl.core.errors import ConfigError, NotFoundError
 from ds41ctl.core.profile import Profile, json_schema, parse_profile
 
-NAMES = ["cmp170hx-tp4", "cpu-tiny", "v100-pp2tp4"]
+NAMES = ["cmp170hx-tp4", "cpu-tiny", "cpu-tiny-tp2", "v100-pp2tp4"]
 
 
 def read(name: str) -> Profile:
@@ -25,7 +25,7 @@ def text_of(name: str) -> str:
     return profiles.find(name).read_text()
 
 
-def test_the_three_profiles_are_there_and_load() -> None:
+def test_the_builtin_profiles_are_there_and_load() -> None:
     assert profiles.names() == NAMES
     for name in NAMES:
         assert read(name).name == name
