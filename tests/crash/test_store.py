@@ -1,7 +1,7 @@
-"""Crash matrix of the store: killed at every step, memory taken away, the shard cut off; nothing lies, nothing leaks.
+"""Killed at every step, memory taken away, the shard cut off: no store lies and nothing leaks.
 
-A program builds (or drops) in a child that kills itself before its n-th operation on the system, for n = 1, 2, ... until
-the child lives to its end; after each death the parent looks at what is there, drops it, and looks again.
+A program builds (or drops) in a child that kills itself before its n-th operation on the system, for n = 1, 2, ...
+until the child lives to its end; after each death the parent looks at what is there, drops it, and looks again.
 """
 
 from __future__ import annotations

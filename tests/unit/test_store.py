@@ -50,11 +50,11 @@ def row(layout: Layout, layer: int, index: int) -> bytes:
 
 
 def test_every_record_is_its_row_of_the_shard(built: Layout) -> None:
-    for table in built.profile.model.engram:
-        records = (built.store_dirs[0] / store.record_file(table.layer)).read_bytes()
-        assert len(records) >= table.rows * RECORD_BYTES
-        for index in range(table.rows):
-            assert records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES] == row(built, table.layer, index)
+    for tables in built.profile.model.engram:
+        records = (built.store_dirs[0] / store.record_file(tables.layer)).read_bytes()
+        assert len(records) >= tables.rows * RECORD_BYTES
+        for index in range(tables.rows):
+            assert records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES] == row(built, tables.layer, index)
     assert store.problem(built, built.store_dirs[0]) == ""
     assert engram.verify(built, full=True) == (sum(t.rows for t in built.profile.model.engram), "")
 
