@@ -62,7 +62,7 @@ def status(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
     if facts.node_bytes:
         balance = ", ".join(f"node {node} {size / 2**20:.1f} MiB" for node, size in facts.node_bytes.items())
         cli.out.line(f"  memory on {balance}")
-    for text in taken:
+    for text in (*facts.notes, *taken):
         cli.out.line(f"  {text}")
     for pid in users:
         cli.out.line(f"  mapped by {proc.describe(pid)}")

@@ -49,7 +49,7 @@ class EngramBuild:
         return Goal(
             True,
             f"{len(facts.layers)} tables, {facts.bytes_present / 2**20:.1f} MiB, {facts.page_kind}, "
-            f"{rows} rows checked",
+            f"{rows} rows checked" + "".join(f"; {note}" for note in facts.notes),
             {"dir": facts.dir, "data_dir": facts.data_dir, "rows_checked": rows, "page_kind": facts.page_kind},
         )
 
