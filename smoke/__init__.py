@@ -75,17 +75,18 @@ def run(
     only: Sequence[str] = (),
     on_finding: Callable[[Finding], None] | None = None,
     deadline_s: float | None = None,
+    spent: list[int] | None = None,
 ) -> list[Finding]:
     """Run the tests against the engine at `target` and return their findings, in the order of TESTS.
 
     `only` names tests by id, with or without `smoke.`; `on_finding` is called after each. The run ends within
     `deadline_s` seconds (default DEADLINE_S[level]) plus a moment; tests it did not reach are unknown. After
-    a failed smoke.health, or once the engine no longer answers, the rest is unknown too. Raises ConfigError
-    for a name that is no test.
+    a failed smoke.health, or once the engine no longer answers, the rest is unknown too. `spent` gets the number
+    of tokens of every answer. Raises ConfigError for a name that is no test.
     """
     chosen = _chosen(only)
     limit = DEADLINE_S[level] if deadline_s is None else deadline_s
-    session = Session(target, canaries, profile, level, time.monotonic() + limit)
+    session = Session(target, canaries, profile, level, time.monotonic() + limit, spent if spent is not None else [])
     findings: list[Finding] = []
     blocked = ""
     for test in chosen:

@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ds41ctl.adapters.http import TIMEOUTS, EngineClient, Fault, HttpFault, Limits, printable
@@ -38,13 +38,14 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Session:
-    """What a probe works with. `deadline` is on the monotonic clock."""
+    """What a probe works with. `deadline` is on the monotonic clock; `spent` gets the tokens of each answer."""
 
     client: EngineClient
     canaries: Canaries
     profile: Profile
     level: Level
     deadline: float
+    spent: list[int] = field(default_factory=list)
 
     @property
     def model(self) -> str:
@@ -76,13 +77,18 @@ class Session:
     ) -> Answer:
         """A whole completion. Raises HttpFault, OutOfTimeError."""
         limits = self.limits(total_s)
-        return from_body(self.client.post_json(CHAT, self.body(messages, max_tokens, extra), limits).ok_json())
+        body = self.body(messages, max_tokens, extra)
+        return self._counted(from_body(self.client.post_json(CHAT, body, limits).ok_json()))
 
     def streamed(self, messages: str | Sequence[Message], max_tokens: int, **extra: Any) -> Answer:
         """A streamed completion, assembled. Raises HttpFault, OutOfTimeError."""
         options = {"include_usage": True, "continuous_usage_stats": True}
         body = self.body(messages, max_tokens, {**extra, "stream": True, "stream_options": options})
-        return from_chunks(self.client.stream(CHAT, body, self.limits()))
+        return self._counted(from_chunks(self.client.stream(CHAT, body, self.limits())))
+
+    def _counted(self, answer: Answer) -> Answer:
+        self.spent.append(answer.completion_tokens or 0)
+        return answer
 
 
 # what came of it, as findings

@@ -54,6 +54,7 @@ def wrong_canary(name: str, since: float = 0.0, status: str = "fail") -> Callabl
 
 
 # name, profile, changes, verdict, the criterion that says so
+# fmt: off
 CASES: list[tuple[str, Profile, dict[str, Any], str, str]] = [
     ("flat", CPU, {}, "pass", ""),
     ("flat on GPUs", GPU, {"gpus": 2}, "pass", ""),
@@ -101,14 +102,17 @@ CASES: list[tuple[str, Profile, dict[str, Any], str, str]] = [
     ("one tool call that does not parse", CPU, {"outcome": bad_at("bad-tool", 12)}, "fail", "soak.tool-calls"),
     ("our own cancels are no errors", CPU, {"outcome": bad_at("cancelled", 7, 12, 17)}, "pass", ""),
     ("copies go wrong after a while", CPU, {"canary": wrong_canary("smoke.copy", HALF)}, "fail", "soak.canaries"),
-    ("a canary without an answer", CPU, {"canary": wrong_canary("smoke.copy", HALF, "unknown")}, "inconclusive", "soak.canaries"),
+    ("a canary without an answer", CPU, {"canary": wrong_canary("smoke.copy", HALF, "unknown")},
+     "inconclusive", "soak.canaries"),
     ("no canary", CPU, {"canaries": False}, "inconclusive", "soak.canaries"),
     ("cancelled half-way", CPU, {"seconds": HALF, "end": "cancelled"}, "inconclusive", "soak.complete"),
     ("killed: no end at all", CPU, {"seconds": HALF, "end": ""}, "inconclusive", "soak.complete"),
-    ("cancelled after an error", CPU, {"seconds": HALF, "end": "cancelled", "outcome": bad_at("error", 3)}, "fail", "soak.errors"),
+    ("cancelled after an error", CPU, {"seconds": HALF, "end": "cancelled", "outcome": bad_at("error", 3)},
+     "fail", "soak.errors"),
     ("disk full", CPU, {"seconds": HALF, "end": "disk-full"}, "inconclusive", "soak.complete"),
     ("the engine dies", CPU, {"seconds": HALF, "end": "engine-died"}, "fail", "soak.complete"),
-    ("the engine was restarted", CPU, {"engine": lambda at: f"pid {10 + int(at > HALF)}", "reset_at": HALF}, "fail", "soak.engine"),
+    ("the engine was restarted", CPU, {"engine": lambda at: f"pid {10 + int(at > HALF)}", "reset_at": HALF},
+     "fail", "soak.engine"),
     ("counters reset in the same process", CPU, {"reset_at": HALF}, "inconclusive", "soak.engine"),
     ("the wall clock was stepped", CPU, {"wall_step_at": HALF}, "pass", ""),
     ("the soak itself was suspended", CPU, {"blind": (600.0, 1200.0)}, "inconclusive", "soak.recording"),
@@ -124,7 +128,8 @@ CASES: list[tuple[str, Profile, dict[str, Any], str, str]] = [
     ("another client on the engine", CPU, {"foreign": 0.5}, "pass", ""),
     ("events counted as tokens", CPU, {"foreign": -0.5}, "fail", "soak.tokens"),
     ("hardly any request", CPU, {"every_s": 100.0}, "inconclusive", "soak.work"),
-]  # fmt: skip
+]
+# fmt: on
 
 
 def verdict_of(case: tuple[str, Profile, dict[str, Any], str, str]) -> SoakVerdict:
