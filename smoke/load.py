@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds41ctl.adapters.http import TIMEOUTS, AsyncEngineClient, Fault, HttpFault, Limits, is_loopback
+from ds41ctl.adapters.http import TIMEOUTS, AsyncEngineClient, Fault, HttpFault, Limits, is_loopback, printable
 from ds41ctl.core.errors import ConfigError
 from smoke.answer import Answer, Assembly
 from smoke.judge import decode_rate
@@ -58,6 +58,15 @@ class Reading:
         return self.answer.first_s
 
 
+def require_confirmed(url: str, confirmed: bool) -> None:
+    """Raises ConfigError when `url` is not this machine and nobody confirmed that it is meant."""
+    if not confirmed and not is_loopback(url):
+        raise ConfigError(
+            f"{printable(url)} is another machine: load is sent to this one only",
+            hints=("if you mean it: name it with --target and confirm it with --yes",),
+        )
+
+
 class Load:
     """Sends streamed chat completions to the engine at `url` for `model`.
 
@@ -67,11 +76,7 @@ class Load:
     def __init__(
         self, url: str, model: str, *, bounds: Bounds | None = None, confirmed: bool = False, key: str | None = None
     ) -> None:
-        if not confirmed and not is_loopback(url):
-            raise ConfigError(
-                f"{url} is another machine: load is sent to this one only",
-                hints=("if you mean it: name it with --target and confirm it with --yes",),
-            )
+        require_confirmed(url, confirmed)
         self.client = AsyncEngineClient(url, key)
         self.model = model
         self.bounds = bounds or Bounds()

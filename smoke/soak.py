@@ -12,10 +12,13 @@ import base64
 import contextlib
 import json
 import random
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import smoke
@@ -41,6 +44,7 @@ LOADED_CANARIES = ("smoke.arithmetic", "smoke.tool-call", "smoke.copy", "smoke.i
 CANARY_S = 300.0  # bound of one round
 GRACE_S = 120.0  # for streams that are open when the time is over
 SETTLE_S = 10.0  # after the last stream ended, until an engine must be at rest
+QUEUE_FACTOR = 2.5  # of soak.stall_s: a first token may wait for a place in the batch and for its prompt
 _DEAD = (Fault.REFUSED, Fault.RESET, Fault.CUT)
 
 
@@ -91,7 +95,27 @@ def run(target: Target, plan: Plan, record: Record, progress: Progress) -> None:
     Returns when the time is over or the engine is dead. Raises what `record` raises (NoSpaceError for a full disk) and
     KeyboardInterrupt, after the End was recorded.
     """
-    asyncio.run(_Soak(target, plan, record, progress).main())
+    soak = _Soak(target, plan, record, progress)
+    with _signals(soak):
+        asyncio.run(soak.main())
+    if soak.signal is not None:
+        signal.raise_signal(soak.signal)  # with the caller's own handler back in place
+
+
+@contextlib.contextmanager
+def _signals(soak: _Soak) -> Iterator[None]:
+    """SIGTERM and SIGHUP end the run as a cancelled one. An exception out of a handler would be lost in the loop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number in before:
+            signal.signal(number, soak.stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _DeadError(Exception):
@@ -112,10 +136,19 @@ class _Soak:
         self._prompts = Prompts(plan.seed)
         self._gate = asyncio.Event()
         self._over = False
-        self._sessions = 0
+        self._sessions = self._silent = 0
         self._turns = self._failed = self._tokens = 0
         self._idle_kv: float | None = None
         self._metrics = EngineMetrics()
+        self.signal: int | None = None
+        self._main: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: end the run soon."""
+        self.signal = number
+        if self._main is not None:
+            loop, task = self._main
+            loop.call_soon_threadsafe(task.cancel)
 
     @property
     def now(self) -> float:
@@ -126,12 +159,18 @@ class _Soak:
         """The whole run."""
         reason: Literal["complete", "cancelled", "engine-died", "disk-full", "crashed"] = "crashed"
         text = ""
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 - asyncio.run made it
+        self._main = (asyncio.get_running_loop(), task)
         try:
+            if self.signal is not None:
+                raise asyncio.CancelledError
             await self._work()
             reason = "complete"
         except asyncio.CancelledError:
             reason = "cancelled"
-            raise
+            if self.signal is None:
+                raise
         except _DeadError as error:
             reason, text = "engine-died", str(error)
         except NoSpaceError as error:
@@ -224,9 +263,15 @@ class _Soak:
     async def _ask_canaries(self, names: tuple[str, ...], *, loaded: bool) -> None:
         if not names:
             return
+        stuck = ""
         for name in names:
             spent: list[int] = []
+            if stuck:  # one unanswered canary costs minutes already
+                text = f"not asked: no answer in {stuck}"
+                self._record(Canary(at=self.now, id=name, status="unknown", text=text, loaded=loaded))
+                continue
             found = await asyncio.to_thread(self._canary, name, spent)
+            stuck = name if any(item == "class: harness" for item in found.evidence) else ""
             self._tokens += sum(spent)
             self._record(
                 Canary(
@@ -345,7 +390,8 @@ class _Soak:
         **extra: Any,
     ) -> Reading | None:
         sent = self.now
-        limits = Limits(first_s=300, idle_s=self.target.profile.soak.stall_s, total_s=900)
+        stall = self.target.profile.soak.stall_s
+        limits = Limits(first_s=QUEUE_FACTOR * stall, idle_s=stall, total_s=900)
         try:
             reading = await self._load.ask(messages, max_tokens, hang_up_after=hang_up_after, limits=limits, **extra)
         except asyncio.CancelledError:
@@ -358,6 +404,9 @@ class _Soak:
         self._note(kind, reading, sent, session, index)
         if reading.fault_kind in _DEAD:
             await self._require_life(reading.fault)
+        self._silent = self._silent + 1 if reading.outcome == "timeout" else 0
+        if self._silent >= max(2, self._worker_count()):
+            await self._require_token(reading.fault)
         return reading
 
     def _note(self, kind: TurnKind, reading: Reading, sent: float, session: int, index: int) -> None:
@@ -394,6 +443,14 @@ class _Soak:
                 fault = caught.message
                 await asyncio.sleep(1)
         raise _DeadError(fault)
+
+    async def _require_token(self, fault: str) -> None:
+        """Raise _DeadError when a last request for one token gets none: /health may still be 200."""
+        limit = min(60.0, self.target.profile.soak.stall_s)
+        reading = await self._load.ask("Hello.", 1, limits=Limits(first_s=limit, idle_s=limit, total_s=limit))
+        if reading.outcome == "timeout":
+            raise _DeadError(f"no token flows any more ({fault})")
+        self._silent = 0
 
     # ---- samples
     async def _sampler(self) -> None:

@@ -74,6 +74,7 @@ def _soak(
     from ds41ctl.adapters.journal import new_folder
     from ds41ctl.adapters.tracefile import TraceFile
     from smoke import soak
+    from smoke.load import require_confirmed
     from smoke.trace import Start, collect, line
 
     seed = secrets.randbits(31)
@@ -83,6 +84,7 @@ def _soak(
         raise NotFoundError(
             f"{session.profile.name} is not running", hints=("ds41ctl up", "another engine: --target URL")
         )
+    require_confirmed(known.url, yes)
     engine = soak.Target(
         url=known.url,
         profile=session.profile,

@@ -197,6 +197,9 @@ class FakeEngine:
     model: str = "deepseek-v4.1-flash"
     quirks: dict[str, Quirk] = field(default_factory=dict)
     token_s: float = 0.002
+    generated: int = 0
+    prompted: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __call__(self, request: Request) -> Script:
         intent = self.intent(request)
@@ -206,11 +209,28 @@ class FakeEngine:
             return said
         if intent == "health":
             return [whole(b"")]
+        if intent == "metrics":
+            return [whole(self.metrics_page().encode(), content_type="text/plain")]
         if intent == "models":
             return [whole({"object": "list", "data": [{"id": self.model, "object": "model"}]})]
         if intent == "bad-request":
             return [whole({"error": {"message": "max_tokens must be at least 1, got -1."}}, status=400)]
+        with self.lock:
+            self.generated += said.completion_tokens
+            self.prompted += said.prompt_tokens
         return self.stream(said) if request.body.get("stream") else [whole(self.body(said))]
+
+    def metrics_page(self, **values: float) -> str:
+        """/metrics as vLLM writes it; `values` replace or add rows (the part of the name after `vllm:`)."""
+        rows = {
+            "num_requests_running": 0.0,
+            "num_requests_waiting": 0.0,
+            "kv_cache_usage_perc": 0.0,
+            "generation_tokens_total": float(self.generated),
+            "prompt_tokens_total": float(self.prompted),
+            **values,
+        }
+        return "".join(f'vllm:{name}{{engine="0",model_name="{self.model}"}} {value}\n' for name, value in rows.items())
 
     def intent(self, request: Request) -> str:
         if request.path != "/v1/chat/completions":
