@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,14 @@ def stream(
 ) -> int:
     """Run a long command, giving each output line (stdout and stderr together) to `on_line`; returns the status.
 
-    The child dies with us: it is killed when this call is left by an exception.
+    The child dies with us: it is killed when this call is left by an exception, and by the kernel when we are killed
+    (a pip that goes on writing would spoil the next install).
     """
+    libc = ctypes.CDLL(None)
+
+    def die_with_parent() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
     with subprocess.Popen(
         list(argv),
         env=dict(env),
@@ -83,6 +92,7 @@ def stream(
         text=True,
         errors="replace",
         cwd=cwd,
+        preexec_fn=die_with_parent,
     ) as child:
         try:
             assert child.stdout is not None  # noqa: S101 - PIPE above

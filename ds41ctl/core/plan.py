@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import string
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.layout import Layout
+from ds41ctl.core.masking import mask_value
 
 PLAN_SCHEMA = 1
 
@@ -126,10 +126,6 @@ def as_shell(argv: tuple[str, ...], env: dict[str, str]) -> list[str]:
     return lines
 
 
-def masked(env: dict[str, str]) -> dict[str, Any]:
+def masked(env: dict[str, str]) -> dict[str, str]:
     """The environment with secrets masked, for output."""
-    words = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-    return {
-        name: "********" if any(word in name.upper() for word in words) and value else value
-        for name, value in env.items()
-    }
+    return {name: mask_value(name, value) for name, value in env.items()}

@@ -124,11 +124,13 @@ def test_an_unknown_placeholder_is_named_with_the_known_ones() -> None:
         engine_argv(broken, "/store")
 
 
-def test_secrets_of_the_environment_are_masked() -> None:
-    assert masked({"VLLM_API_KEY": "abc", "HF_TOKEN": "x", "PORT": "1"}) == {
-        "VLLM_API_KEY": "********",
-        "HF_TOKEN": "********",
+def test_secrets_of_the_environment_are_masked_and_other_names_are_not() -> None:
+    given = {"VLLM_API_KEY": "abc", "HF_TOKEN": "x", "PORT": "1", "TOKENIZERS_PARALLELISM": "false"}
+    assert masked(given) == {
+        "VLLM_API_KEY": "***",
+        "HF_TOKEN": "***",
         "PORT": "1",
+        "TOKENIZERS_PARALLELISM": "false",
     }
 
 
