@@ -6,6 +6,7 @@ client itself costs is measured with it, so that a slow client is not taken for 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import time
@@ -100,12 +101,14 @@ class Load:
         max_tokens: int,
         *,
         hang_up_after: int | None = None,
+        hang_up: asyncio.Event | None = None,
         limits: Limits | None = None,
         **extra: Any,
     ) -> Reading:
         """One streamed completion at temperature 0. Raises BoundReachedError before it, never HttpFault.
 
-        `hang_up_after`: close the stream after so many events that say something (outcome `cancelled`).
+        `hang_up_after`: close the stream after so many events that say something; `hang_up`: with the next event once
+        it is set (outcome `cancelled`).
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -132,7 +135,8 @@ class Load:
             async with contextlib.aclosing(events):
                 async for chunk in events:
                     assembly.add(chunk)
-                    if hang_up_after is not None and assembly.deltas >= hang_up_after:
+                    enough = hang_up_after is not None and assembly.deltas >= hang_up_after
+                    if enough or (hang_up is not None and hang_up.is_set()):
                         hung_up = True
                         break
         except HttpFault as caught:
