@@ -162,6 +162,8 @@ class Smoke(_Model):
     copies: int = Field(20, ge=1)
     images: bool = True
     needle_tokens: int = Field(1300, ge=0, description="length of the needle prompt, tokens; 0 skips it")
+    image_limit: int | None = Field(None, ge=1, description="pictures a prompt may hold; None: no limit is checked")
+    batch_exact: bool = Field(False, description="answers in a batch must be those of a request alone")
     decode_tps_expected: float | None = Field(
         None, description="streamed decode rate published for this profile, tok/s"
     )
