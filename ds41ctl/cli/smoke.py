@@ -23,7 +23,7 @@ app = group("Prove by behaviour that the engine works: tools, images, copies, sp
 def smoke(
     profile: options.ProfileOpt = None,
     only: Annotated[list[str] | None, typer.Option("--only", metavar="ID", help="A test; repeatable.")] = None,
-    level: Annotated[str, typer.Option("--level", help="quick or full.")] = "quick",
+    level: Annotated[str, typer.Option("--level", help="quick, full or thorough.")] = "quick",
     deadline: Annotated[float | None, typer.Option("--deadline", min=1, help="Seconds for all tests together.")] = None,
     junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")] = None,
     list_tests: Annotated[bool, typer.Option("--list", help="List the tests and exit.")] = False,
@@ -40,8 +40,8 @@ def smoke(
         for row in rows:
             cli.out.line(f"{row[0]:<22} {row[2]}   ({row[1]})")
         return
-    if level not in ("quick", "full"):
-        raise typer.BadParameter("--level is quick or full")
+    if level not in tests.LEVELS:
+        raise typer.BadParameter("--level is " + ", ".join(tests.LEVELS))
     session = open_running(profile)
     step = runs.Smoke(session, level=level, only=tuple(only or ()), deadline_s=deadline)
     cli.out.line(f"smoke  {session.profile.name}  {session.layout.url}/v1")
