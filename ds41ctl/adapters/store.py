@@ -89,7 +89,7 @@ def problem(layout: Layout, folder: Path) -> str:
         records = data_dir(folder, tree)
         if len(layout.store_dirs) == 1 and not records.is_relative_to(layout.store_dirs[0]):
             return f"its records are in {records}, not in {layout.store_dirs[0]}, which is chosen now"
-        pins = {item.name: item for item in pack.expected(layout.profile)}
+        pins = {item.name: item for item in pack.expected(layout)}
         by_layer = {item["layer"]: item for item in tree["layers"]}
         for table in layout.profile.model.engram:
             item = by_layer.get(table.layer)

@@ -140,7 +140,7 @@ def _build_table(
             node = part.node if split else None
             made.append((part, path, stack.enter_context(_allocated(path, part, place.kind, node))))
         digest = _fill(source, [(part, view) for part, _, view in made], loops, meter)
-        pin = {item.name: item for item in pack.expected(layout.profile)}.get(source.shard.name)
+        pin = {item.name: item for item in pack.expected(layout)}.get(source.shard.name)
         if pin is not None and digest != pin.sha256:
             raise IntegrityError(
                 f"{source.shard.name}: sha256 {digest[:12]}... read, {pin.sha256[:12]}... pinned",

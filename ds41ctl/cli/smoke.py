@@ -10,6 +10,7 @@ import typer
 from ds41ctl import cli
 from ds41ctl.cli import options, runs
 from ds41ctl.cli.app import group
+from ds41ctl.cli.junit import write_junit
 from ds41ctl.cli.output import verdict
 from ds41ctl.cli.session import open_running
 from ds41ctl.core.exits import Exit
@@ -56,7 +57,7 @@ def smoke(
         }
     )
     if junit is not None:
-        _write_junit(junit, step.findings)
+        write_junit(junit, "ds41ctl smoke", step.findings)
     unknown = [item for item in step.findings if item.status is Status.UNKNOWN]
     failed = [item for item in step.findings if item.failed()]
     cli.out.line(verdict(step.findings, strict=False), mark="OK" if goal.reached else "FAIL" if failed else "UNKNOWN")
@@ -64,25 +65,3 @@ def smoke(
         raise typer.Exit(int(Exit.FINDINGS))
     if unknown:
         raise typer.Exit(int(Exit.INCONCLUSIVE))
-
-
-def _write_junit(path: Path, findings: list[Finding]) -> None:
-    from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
-
-    suite = TestSuite("ds41ctl smoke")
-    for item in findings:
-        case = TestCase(item.id, time=item.seconds or 0.0)
-        text = f"expected {item.expected}; found {item.found}"
-        if item.status is Status.SKIP:
-            case.result = [Skipped(item.summary)]
-        elif item.status is Status.UNKNOWN:
-            case.result = [Error(f"not judged: {item.summary}")]
-        elif item.failed():
-            case.result = [Failure(f"{item.summary} ({text})")]
-        suite.add_testcase(case)
-    document = JUnitXml()
-    document.add_testsuite(suite)
-    from ds41ctl.adapters.files import publish
-
-    xml: bytes = document.tostring()  # type: ignore[no-untyped-call]
-    publish(path.absolute(), [xml])

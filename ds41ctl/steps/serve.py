@@ -293,6 +293,10 @@ class Serve:
                 detail=(marker.why,) if marker.why else (),
                 hints=("ds41ctl logs",),
             )
+        serve = self.layout.profile.serve
+        fault = scan.kv_pool_fault(serve.kv_pool_tokens, serve.kv_pool_tolerance)
+        if fault:
+            raise EngineDiedError(f"the engine answers, but {fault}", hints=("ds41ctl logs",))
         fault = self._unproven_rank(record)
         if fault:
             raise EngineDiedError(
