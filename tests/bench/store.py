@@ -1,4 +1,4 @@
-"""python -m tests.bench.store [GIB]: an Engram table of GIB (4.3) bytes built, attached, gathered, beside peers.
+"""python -m tests.bench.store [GIB]: an Engram table of GIB (4.3) built, attached and gathered, against its peers.
 
 Build against `cp` followed by `sha256sum` of the same shard; gather (in the engine's interpreter, DS41_BENCH_PYTHON)
 against numpy, torch and preads on the same pages. Needs memory for twice the table; hugepages when root, else tmpfs.

@@ -25,7 +25,7 @@ def text_of(name: str) -> str:
     return profiles.find(name).read_text()
 
 
-def test_the_builtin_profiles_are_there_and_load() -> None:
+def test_the_built_in_profiles_are_there_and_load() -> None:
     assert profiles.names() == NAMES
     for name in NAMES:
         assert read(name).name == name

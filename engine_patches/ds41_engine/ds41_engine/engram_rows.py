@@ -104,8 +104,10 @@ class EngramRows:
         return ids.size
 
     def start(self, row_ids: Int64Array, layers: Iterable[int]) -> None:
-        """Begin to gather ``[T, layers, columns]`` for layers that compute later."""
+        """Begin to gather ``[T, layers, columns]`` for layers that compute later, those of other stages left out."""
         for index, layer in enumerate(layers):
+            if layer not in self.store.layers:
+                continue
             own = self._own(row_ids[:, index])
             if own.size >= AHEAD_ROWS:
                 self._ahead[layer] = self._thread.submit(self._gather, layer, own)
