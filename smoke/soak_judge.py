@@ -20,7 +20,7 @@ from smoke.trace import Sample, Trace, Turn
 
 COMPLETE_SHARE = 0.9  # of the planned time; below it the run says nothing about the rest
 LATE_SHARE = 0.05  # the last turns, looked at on their own: a collapse may be younger than a fifth of the run
-LATE_RETENTION = 0.5
+LATE_RETENTION = 0.5  # of soak.decode_retention_min
 NOISE_ROOM = 0.10  # how far below its limit the interval of a good figure may reach
 FEWEST = 5  # values in a fifth that give it a median
 FEWEST_P95 = 20
@@ -281,7 +281,7 @@ def _decode(name: str, case: _Case) -> Finding:
     why = "the engine slows down while it runs: clocks, memory, a growing queue or cache"
     fix = ("ds41ctl status", "nvidia-smi -q -d CLOCK,PERFORMANCE", "ds41ctl logs")
     late = rates[-max(FEWEST, round(LATE_SHARE * len(rates))) :]
-    if statistics.median(late) < LATE_RETENTION * statistics.median(first):
+    if statistics.median(late) < LATE_RETENTION * limits.decode_retention_min * statistics.median(first):
         share = statistics.median(late) / statistics.median(first)
         return _fail(name, f"collapsed at the end to {share:.2f} of the first fifth", expected, why, *fix)
     limit = limits.decode_retention_min
