@@ -212,4 +212,5 @@ def test_the_cron_line_runs_in_a_shell_without_anything(tmp_path: Path, url: str
     command = json.loads(shown.communicate(timeout=60)[0])["data"]["cron"].split(" ", 5)[5]
     command = command.replace("\\%", "%").replace("--minutes 30", f"--minutes 0.2 --target {url}")
     done = subprocess.run(["/bin/sh", "-c", command], env={}, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    shown = json.loads((tmp_path / "soak" / "latest" / "report.json").read_text())
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), shown["reasons"]
