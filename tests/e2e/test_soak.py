@@ -52,9 +52,9 @@ def test_a_soak_passes_and_its_tokens_are_the_engines(cli: Cli) -> None:
 
 
 class Leak:
-    """A helper of the engine's own family that takes 4 MiB a second; it carries the engine's marker as a worker does."""
+    """A helper of the engine's family that takes 4 MiB a second; it carries the marker as a worker does."""
 
-    CODE = "import time\nheld = []\nwhile True:\n    held.append(bytearray(b'x' * 4194304))\n    time.sleep(1)\n"  # noqa: E501
+    CODE = "import time\nheld = []\nwhile True:\n    held.append(bytearray(b'x' * 4194304))\n    time.sleep(1)\n"
 
     def __init__(self, cli: Cli) -> None:
         import subprocess
