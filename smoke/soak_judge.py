@@ -20,7 +20,7 @@ from smoke.trace import Sample, Trace, Turn
 
 COMPLETE_SHARE = 0.9  # of the planned time; below it the run says nothing about the rest
 LATE_SHARE = 0.05  # the last turns, looked at on their own: a collapse may be younger than a fifth of the run
-LATE_RETENTION = 0.5
+LATE_RETENTION = 0.5  # of soak.decode_retention_min
 NOISE_ROOM = 0.10  # how far below its limit the interval of a good figure may reach
 FEWEST = 5  # values in a fifth that give it a median
 FEWEST_P95 = 20
@@ -55,6 +55,11 @@ class SoakVerdict:
 class _Case:
     trace: Trace
     profile: Profile
+
+    @property
+    def loaded_until(self) -> float:
+        """When the last request was sent: what follows are drains and canaries, without load to compare."""
+        return max((turn.at for turn in self.trace.turns), default=0.0)
 
     @property
     def warm_at(self) -> float | None:
@@ -270,18 +275,18 @@ def _decode(name: str, case: _Case) -> Finding:
     limits = case.profile.soak
     times, rates = _relative(case.trace.turns, lambda turn: turn.decode_tps)
     expected = f"last fifth at least {limits.decode_retention_min:g} of the first"
-    parts = stats.fifths(0.0, case.trace.seconds, times, rates)
+    parts = stats.fifths(0.0, case.loaded_until, times, rates)
     first, last = parts[0], parts[4]
     if len(first) < FEWEST or len(last) < FEWEST:
         return _unknown(name, f"{len(first)} rates in the first fifth, {len(last)} in the last", expected)
     kept = stats.ratio(first, last, statistics.median)
     drift = stats.slope(times, rates)
-    per_run = stats.Interval(*(v * case.trace.seconds for v in (drift.value, drift.low, drift.high)))
+    per_run = stats.Interval(*(v * case.loaded_until for v in (drift.value, drift.low, drift.high)))
     found = f"{kept.show()} of the first fifth; trend over the run {per_run.show()}"
     why = "the engine slows down while it runs: clocks, memory, a growing queue or cache"
     fix = ("ds41ctl status", "nvidia-smi -q -d CLOCK,PERFORMANCE", "ds41ctl logs")
     late = rates[-max(FEWEST, round(LATE_SHARE * len(rates))) :]
-    if statistics.median(late) < LATE_RETENTION * statistics.median(first):
+    if statistics.median(late) < LATE_RETENTION * limits.decode_retention_min * statistics.median(first):
         share = statistics.median(late) / statistics.median(first)
         return _fail(name, f"collapsed at the end to {share:.2f} of the first fifth", expected, why, *fix)
     limit = limits.decode_retention_min
@@ -297,7 +302,7 @@ def _decode(name: str, case: _Case) -> Finding:
 def _ttft(name: str, case: _Case) -> Finding:
     limit = case.profile.soak.ttft_ratio_max
     times, waits = _relative(case.trace.turns, lambda turn: turn.ttft_s)
-    parts = stats.fifths(0.0, case.trace.seconds, times, waits)
+    parts = stats.fifths(0.0, case.loaded_until, times, waits)
     first, last = parts[0], parts[4]
     fewest = min(len(first), len(last))
     if fewest < FEWEST:

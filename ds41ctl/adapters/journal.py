@@ -76,7 +76,7 @@ def new_folder(runs: Path, keep: int = KEEP) -> Path:
     folder = runs / run
     folder.mkdir(mode=0o700, parents=True)
     _relink(runs / "latest", run)
-    _prune(runs, keep)
+    _prune(runs, keep, folder)
     return folder
 
 
@@ -87,9 +87,10 @@ def _relink(link: Path, target: str) -> None:
     fsync_dir(link.parent)
 
 
-def _prune(runs: Path, keep: int) -> None:
-    folders = sorted(path for path in runs.iterdir() if path.is_dir() and not path.is_symlink())
-    for path in folders[:-keep]:
+def _prune(runs: Path, keep: int, newest: Path) -> None:
+    """`newest` stays whatever its name: two runs of one second are in no order."""
+    folders = sorted(path for path in runs.iterdir() if path.is_dir() and not path.is_symlink() and path != newest)
+    for path in folders[: max(0, len(folders) + 1 - keep)]:
         with contextlib.suppress(OSError):
             shutil.rmtree(path)
 

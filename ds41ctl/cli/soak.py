@@ -20,13 +20,14 @@ from ds41ctl.cli.junit import write_junit
 from ds41ctl.cli.session import Session, load_settings, open_running
 from ds41ctl.core.errors import Ds41Error, NotFoundError
 from ds41ctl.core.finding import Status
+from ds41ctl.core.profile import Profile
 
 if TYPE_CHECKING:
     from smoke.soak_report import Report
     from smoke.trace import Event
 
 QUICK_MINUTES, LONG_MINUTES = 8.0, 480.0
-EVENTS, REPORT = "events.jsonl", "report.json"
+EVENTS, REPORT, CRITERIA = "events.jsonl", "report.json", "profile.json"
 PROM = "ds41_soak.prom"
 # cron's own PATH is /usr/bin:/bin; sudo, mount and nvidia-smi may lie beside it
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -71,6 +72,7 @@ def run(
 def _soak(
     session: Session, minutes: float | None, mode: str, cron: bool, target: str | None, yes: bool, prom: Path | None
 ) -> None:
+    from ds41ctl.adapters import files
     from ds41ctl.adapters.journal import new_folder
     from ds41ctl.adapters.tracefile import TraceFile
     from smoke import soak
@@ -94,6 +96,8 @@ def _soak(
         confirmed=yes,
     )
     folder = new_folder(session.dirs.state / "soak", session.profile.soak.keep)
+    # the profile as it is now stays with the run, so that a report made later judges by the same criteria
+    files.publish_json(folder / CRITERIA, session.profile.model_dump(mode="json", by_alias=True))
     file = TraceFile(folder / EVENTS)
     events: list[Event] = []
 
@@ -263,7 +267,6 @@ def _age(report: Report) -> str:
 
 
 def _read(folder: Path, name: str) -> Report:
-    from ds41ctl.adapters import profiles
     from smoke import soak_report
     from smoke.soak_judge import judge
     from smoke.trace import parse
@@ -274,10 +277,18 @@ def _read(folder: Path, name: str) -> Report:
     trace = parse(path.read_text(encoding="utf-8", errors="replace"))
     if trace.start is None:
         raise NotFoundError(f"{path}: the start of the run cannot be read", hints=(f"ls -l {path}",))
-    profile = profiles.read(profiles.find(trace.start.profile))
-    if profile.digest() != trace.start.profile_digest:
-        cli.out.note(f"{name}: judged by today's criteria; profile {trace.start.profile} has changed since")
+    profile = _criteria(path.with_name(CRITERIA))
     return soak_report.make(path.parent.resolve().name, trace, judge(trace, profile))
+
+
+def _criteria(path: Path) -> Profile:
+    """The profile a run was made with. Raises NotFoundError when it is not beside the run."""
+    from ds41ctl.adapters import files
+
+    try:
+        return Profile.model_validate(files.read_json(path))
+    except ValueError:
+        raise NotFoundError(f"{path}: the run's profile cannot be read", hints=("ds41ctl soak run",)) from None
 
 
 @app.command("schedule")

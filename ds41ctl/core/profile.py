@@ -229,6 +229,9 @@ class Smoke(_Model):
     image_limit: int | None = Field(
         None, ge=1, le=4096, description="pictures a prompt may hold; None: no limit is checked"
     )
+    restart_exact: bool = Field(False, description="prompt log-probabilities are bit-identical after a restart")
+    perplexity_change_max: float = Field(0.01, ge=0, le=1, description="share of perplexity that may be lost")
+    kl_max: float | None = Field(None, gt=0, le=1e6, description="largest mean KL per position to a reference, nats")
     batch_exact: bool = Field(False, description="answers in a batch must be those of a request alone")
     decode_tps_expected: float | None = Field(
         None, gt=0, le=1e6, description="streamed decode rate published for this profile, tok/s"

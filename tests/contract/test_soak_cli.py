@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,11 +30,31 @@ def url() -> Iterator[str]:
         yield server.url
 
 
+@pytest.fixture(autouse=True)
+def lenient(tmp_path: Path) -> Path:
+    """cpu-tiny without criteria of speed: twelve seconds on a busy machine are too short for them."""
+    text = (ROOT / "profiles" / "cpu-tiny.toml").read_text()
+    for name, value in (
+        ("decode_retention_min", "0.01"),
+        ("decode_retention_warn", "0.01"),
+        ("ttft_ratio_max", "999.0"),
+    ):
+        text = re.sub(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
+    path = tmp_path / "cpu-tiny.toml"
+    path.write_text(text)
+    return path
+
+
 def start(state: Path, *args: str, **env: str) -> subprocess.Popen[str]:
     """ds41ctl with an environment that holds nothing but what is given."""
     return subprocess.Popen(
         [sys.executable, "-m", "ds41ctl", "soak", *args],
-        env={"DS41_STATE_DIR": str(state), "DS41_DATA_DIR": str(state / "data"), **env},
+        env={
+            "DS41_STATE_DIR": str(state),
+            "DS41_DATA_DIR": str(state / "data"),
+            "DS41_PROFILE": str(state / "cpu-tiny.toml"),
+            **env,
+        },
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -60,7 +81,15 @@ def test_two_overlapping_ticks_give_one_run_that_is_silent_and_leaves_its_report
     runs = [path for path in (tmp_path / "soak").iterdir() if path.is_dir() and not path.is_symlink()]
     assert len(runs) == 1
     names = {path.name for path in runs[0].iterdir()}
-    assert names == {"events.jsonl", "report.json", "report.md", "report.html", "plots.png", "junit.xml"}
+    assert names == {
+        "events.jsonl",
+        "profile.json",
+        "report.json",
+        "report.md",
+        "report.html",
+        "plots.png",
+        "junit.xml",
+    }
     page = (runs[0] / "report.html").read_text()
     assert "<svg" in page and "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert (runs[0] / "plots.png").read_bytes().startswith(b"\x89PNG")
@@ -131,7 +160,7 @@ def test_a_killed_run_can_still_be_reported(tmp_path: Path, url: str) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path: Path, lenient: Path) -> Iterator[Path]:
     if os.getuid() != 0:
         pytest.skip("needs root to mount")
     folder = tmp_path / "small"
@@ -139,6 +168,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "ds41test", str(folder)], check=False)
     if done.returncode:
         pytest.skip("tmpfs cannot be mounted here")
+    (folder / "cpu-tiny.toml").symlink_to(lenient)
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
@@ -182,4 +212,5 @@ def test_the_cron_line_runs_in_a_shell_without_anything(tmp_path: Path, url: str
     command = json.loads(shown.communicate(timeout=60)[0])["data"]["cron"].split(" ", 5)[5]
     command = command.replace("\\%", "%").replace("--minutes 30", f"--minutes 0.2 --target {url}")
     done = subprocess.run(["/bin/sh", "-c", command], env={}, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    shown = json.loads((tmp_path / "soak" / "latest" / "report.json").read_text())
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), shown["reasons"]

@@ -108,7 +108,7 @@ def test_hanging_up_closes_the_stream_and_is_no_failure() -> None:
 
 def test_it_stops_at_its_bounds() -> None:
     async def many(url: str, bounds: Bounds) -> int:
-        load = Load(url, "m", bounds=bounds)
+        load = Load(url, "deepseek-v4.1-flash", bounds=bounds)
         try:
             for done in range(100):
                 try:
@@ -128,18 +128,18 @@ def test_it_stops_at_its_bounds() -> None:
 @pytest.mark.parametrize("url", ["http://10.0.0.5:8011", "http://example.com:8011", "http://[2001:db8::1]:80"])
 def test_another_machine_needs_to_be_confirmed(url: str) -> None:
     with pytest.raises(ConfigError, match="another machine"):
-        Load(url, "m")
-    Load(url, "m", confirmed=True)
+        Load(url, "deepseek-v4.1-flash")
+    Load(url, "deepseek-v4.1-flash", confirmed=True)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1", "http://[::1]:1", "http://127.9.9.9:1"])
 def test_this_machine_does_not(url: str) -> None:
-    Load(url, "m")
+    Load(url, "deepseek-v4.1-flash")
 
 
 def test_64_streams_at_once_cost_less_than_one_core() -> None:
     async def many(url: str) -> list[Reading]:
-        load = Load(url, "m")
+        load = Load(url, "deepseek-v4.1-flash")
         try:
             return list(await asyncio.gather(*(load.ask(f"{i}", 60, ignore_eos=True) for i in range(64))))
         finally:
