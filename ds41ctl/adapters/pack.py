@@ -90,11 +90,6 @@ def recipe(profile: Profile) -> packgen.PackRecipe | None:
     return None
 
 
-def from_hub(profile: Profile) -> bool:
-    """True when at least one source is a Hub repository."""
-    return bool(profile.model.hub_sources)
-
-
 def holdings(layout: Layout) -> tuple[Holding, ...] | None:
     """Every folder that sources fill, with its pinned files; () for a local pack, None while pins are missing.
 

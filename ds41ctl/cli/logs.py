@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,9 +53,3 @@ def _copy(text: str) -> None:
     if text:
         sys.stdout.write("\n".join(clean(line) for line in text.split("\n")))
         sys.stdout.flush()
-
-
-def newest_log(folder: Path) -> Path | None:
-    """The newest engine log of a profile."""
-    found = sorted(folder.glob("engine-*.log"))
-    return found[-1] if found else None

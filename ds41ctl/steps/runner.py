@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -128,9 +128,3 @@ class Runner:
     def _failed(self, name: str, error: BaseException, started: float) -> None:
         text = error.message if isinstance(error, Ds41Error) else type(error).__name__
         self._tell("step.done", step=name, state="fail", text=text, seconds=time.monotonic() - started)
-
-
-def run_all(runner: Runner, steps: Sequence[Step]) -> None:
-    """Run steps in order."""
-    for step in steps:
-        runner.step(step)

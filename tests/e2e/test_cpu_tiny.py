@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Cli
+from tests.fakes.packs import flip
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -91,15 +92,6 @@ def test_logs_are_there_and_the_report_of_the_last_run_is_ok(cli: Cli) -> None:
 def test_dropping_the_store_is_refused_while_the_engine_maps_it(cli: Cli) -> None:
     answer = cli("engram", "drop")
     assert answer.code != 0 and "is mapped by pid" in answer.err and "ds41ctl stop" in answer.err
-
-
-def flip(path: Path, at: int) -> None:
-    """Flip one bit in place."""
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_a_store_damaged_under_a_running_engine_is_named_with_the_process_that_reads_it(cli: Cli) -> None:

@@ -78,3 +78,12 @@ def layout_for(profile: Profile, root: Path, **settings: object) -> Layout:
     dirs = Dirs(data=root / "data", state=root / "state", cache=root / "cache", runtime=root / "run", uid=os.getuid())
     chosen = {"engram_dir": root / "store", "model": root / "pack", **settings}
     return layout(profile, Settings.model_validate(chosen), dirs, may_mount=False)
+
+
+def flip(path: Path, at: int) -> None:
+    """Flip one bit of a file in place."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))

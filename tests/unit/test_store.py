@@ -18,7 +18,7 @@ from ds41ctl.core.engram import RECORD_BYTES, Geometry, geometry, is_prime, sub_
 from ds41ctl.core.errors import AlreadyRunningError, IntegrityError, NoSpaceError, NotFoundError
 from ds41ctl.core.layout import Layout
 from ds41ctl.steps import engram
-from tests.fakes.packs import layout_for, local_profile, shard_bytes, table, write_pack
+from tests.fakes.packs import flip, layout_for, local_profile, shard_bytes, table, write_pack
 
 
 def quiet(text: str, data: dict[str, object]) -> None:
@@ -107,15 +107,6 @@ def edit(layout: Layout, change: Callable[[dict], None]) -> None:  # type: ignor
     tree = json.loads(path.read_text())
     change(tree)
     path.write_text(json.dumps(tree))
-
-
-def flip(path: Path, at: int) -> None:
-    """Flip one bit in place."""
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def first_file(layout: Layout) -> Path:
