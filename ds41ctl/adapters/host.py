@@ -19,20 +19,31 @@ from typing import Literal
 
 import psutil
 
-from ds41ctl.adapters import mounts, nvml, proc
+from ds41ctl.adapters import caches, containers, cuda, kernel, mounts, nvml, proc, smi
+from ds41ctl.adapters.textfile import integer as _integer
+from ds41ctl.adapters.textfile import line as _line
+from ds41ctl.adapters.textfile import numbered as _numbered
+from ds41ctl.adapters.textfile import text as _text
 from ds41ctl.core.facts import (
     DiskFacts,
+    GpuFacts,
+    GpuProcess,
     HostFacts,
     HugePagePool,
     LogindFacts,
     MemoryFacts,
+    MountFacts,
+    NetworkFacts,
+    NumaNode,
     PortFacts,
     ProcessRef,
     SystemFacts,
     ToolFacts,
 )
 from ds41ctl.core.masking import mask_argv, mask_value
+from ds41ctl.core.plan import RUN_MARKER
 from ds41ctl.core.profile import Profile
+from ds41ctl.core.topology import bus_key
 
 PROBE_TIMEOUT_S = 3.0  # policy: a tool that cannot print its version in this time counts as "version unknown"
 NO_CGROUP_LIMIT = 1 << 60  # cgroup v1 states "no limit" as a number near 2^63
@@ -53,8 +64,11 @@ ENVIRONMENT_PREFIXES = (
         "TORCH",
         "TRITON_",
     ),
-    *("OMP_", "MKL_", "NVIDIA_"),
+    *("OMP_", "MKL_", "NVIDIA_", "FLASHINFER_"),
 )
+ENVIRONMENT_NAMES = ("MAX_JOBS", "XDG_CACHE_HOME", "CC", "CXX")
+# command lines of vLLM's API servers, and the titles its workers give themselves
+ENGINE_MARKS = ("vllm.entrypoints", "vllm serve", "VLLM::")
 _VERSION_ARGUMENT = {
     "tmux": "-V",
     "c++": "--version",
@@ -75,63 +89,123 @@ def collect(
     port: int,
     environ: Mapping[str, str],
     root: Path = Path("/"),
+    cache_dir: Path | None = None,
 ) -> HostFacts:
     """Look at this machine once (well under a second) for `profile`.
 
     `paths`: role -> folder that may not exist yet (data, model, state, engine, store, tmp); `shm` is added. Files
-    of /proc, /sys, /etc, /run and /var are read below `root`, so that a recorded tree can be replayed; tools,
+    of /proc, /sys, /etc, /run, /dev and /var are read below `root`, so that a recorded tree can be replayed; tools,
     port, filesystem sizes and NVML are always this machine's. Pack, store, engine and running are the
-    caller's to add.
+    caller's to add. What only matters to GPU or container profiles is not asked for others.
     Never raises for what cannot be read: that is None.
     """
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        tools = pool.map(lambda name: _tool(name, environ), _VERSION_ARGUMENT)
+    on_gpus = profile.hardware.gpus > 0
+    with ThreadPoolExecutor(max_workers=10) as pool:
+        # programs are started first and answer while files are read
+        tools_asked = pool.submit(lambda: tuple(pool.map(lambda name: _tool(name, environ), _VERSION_ARGUMENT)))
         sudo = pool.submit(_sudo, environ)
-        survey = nvml.survey() if profile.hardware.gpus else nvml.NOT_ASKED
+        smi_path = _find_tool("nvidia-smi", environ) if on_gpus else ""
+        topology = pool.submit(smi.topology, smi_path, environ) if smi_path else None
+        log = pool.submit(kernel.log, root) if on_gpus else None
+        survey = nvml.survey() if on_gpus else nvml.NOT_ASKED
         system = _system(root, environ)
+        memory = _memory(root)
+        tools = tools_asked.result()
+        module, is_open = kernel.driver_module(root) if on_gpus else (None, None)
+        passwordless = sudo.result()
         return HostFacts(
             collected_at=datetime.now(UTC).isoformat(timespec="seconds"),
             profile=profile.name,
             hostname=_line(root / "proc/sys/kernel/hostname"),
-            memory=_memory(root),
+            memory=memory,
             disks=tuple(_disk(role, path, root) for role, path in {"shm": SHM, **paths}.items()),
+            mounts=_memory_mounts(root),
+            network=_network(root),
             port=probe_port(host, port),
-            gpus=survey.gpus,
+            gpus=None if survey.gpus is None else tuple(_placed(gpu, root) for gpu in survey.gpus),
             gpu_note=survey.note,
             gpu_reason=survey.reason,
             driver=survey.driver,
+            driver_cuda=survey.cuda,
+            driver_module=module,
+            driver_open=is_open,
+            p2p=survey.p2p,
+            topology=topology.result() if topology is not None else None,
+            clock_permission=_clock_permission(profile, survey, passwordless),
             environment={
                 name: mask_value(name, value)
                 for name, value in sorted(environ.items())
-                if name.startswith(ENVIRONMENT_PREFIXES)
+                if name.startswith(ENVIRONMENT_PREFIXES) or name in ENVIRONMENT_NAMES
             },
             limits=_limits(root, profile.name),
             logind=_logind(root),
-            tools=tuple(tools),
-            system=system.model_copy(update={"sudo_passwordless": sudo.result()}),
+            cuda=cuda.toolkit(next(t.path for t in tools if t.name == "nvcc"), environ) if on_gpus else None,
+            container=containers.inspect(profile.engine.image, tools, environ, root)
+            if profile.engine.kind == "container"
+            else None,
+            caches=caches.inspect(environ, cache_dir, root),
+            kernel_log=log.result() if log is not None else None,
+            others=_other_engines(),
+            tools=tools,
+            system=system.model_copy(update={"sudo_passwordless": passwordless}),
         )
 
 
-# ---- files
+def _clock_permission(
+    profile: Profile, survey: nvml.Survey, passwordless: bool | None
+) -> Literal["", "root", "sudo", "none"]:
+    """How this user may lock SM clocks. A sudoers line may allow nvidia-smi's two commands and nothing else."""
+    if profile.clocks.sm_mhz is None or not survey.gpus:
+        return ""
+    if os.geteuid() == 0:
+        return "root"
+    if passwordless:
+        return "sudo"
+    asked = proc.run(["sudo", "-n", "-l", "nvidia-smi", "-i", survey.gpus[0].uuid, "-rgc"], timeout=PROBE_TIMEOUT_S)
+    return "sudo" if asked.ok else "none"
 
 
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return None
+# ---- GPUs and engines
 
 
-def _line(path: Path) -> str:
-    return (_text(path) or "").strip()
+def _placed(gpu: GpuFacts, root: Path) -> GpuFacts:
+    """The GPU with its NUMA node from sysfs where NVML states none, and its processes with names."""
+    node = gpu.numa_node
+    if node is None and gpu.bus_id:
+        domain, _, rest = bus_key(gpu.bus_id).partition(":")
+        found = _integer(root / f"sys/bus/pci/devices/{domain.zfill(4)}:{rest}/numa_node")
+        node = found if found is not None and found >= 0 else None  # -1: the firmware states none
+    processes = gpu.processes
+    if processes is not None:
+        processes = tuple(_named(item) for item in processes)
+    return gpu.model_copy(update={"numa_node": node, "processes": processes})
 
 
-def _integer(path: Path) -> int | None:
-    text = _text(path)
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        return None
+def _named(item: GpuProcess) -> GpuProcess:
+    reference = process_ref(item.pid)
+    return item.model_copy(
+        update={
+            "name": reference.name,
+            "user": reference.user,
+            "command": reference.command,
+            "ours": proc.carries(item.pid, RUN_MARKER),
+        }
+    )
+
+
+def _other_engines() -> tuple[ProcessRef, ...]:
+    """Processes that serve vLLM and were not started by this tool."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue
+        joined = " ".join(words)
+        if not any(mark in joined for mark in ENGINE_MARKS) or proc.carries(process.pid, RUN_MARKER):
+            continue
+        found.append(process_ref(process.pid))
+    return tuple(found)
 
 
 # ---- system
@@ -141,6 +215,7 @@ def _system(root: Path, environ: Mapping[str, str]) -> SystemFacts:
     release = _os_release(root)
     model, flags = _cpu(root)
     uid = os.geteuid()
+    governors, available = kernel.governors(root)
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", _text(root / "proc/self/status") or "", re.MULTILINE)
     return SystemFacts(
         platform=sys.platform,
@@ -159,7 +234,21 @@ def _system(root: Path, environ: Mapping[str, str]) -> SystemFacts:
         can_mount=bool(int(capabilities.group(1), 16) >> CAP_SYS_ADMIN & 1) if capabilities else None,
         ensurepip=importlib.util.find_spec("ensurepip") is not None,
         container=_container(root, environ),
+        boot_options=kernel.boot_options(root),
+        iommu_groups=kernel.iommu_groups(root),
+        governors=governors,
+        governors_available=available,
+        clock_synchronised=kernel.clock_synchronised(),
+        held_packages=kernel.held_packages(root),
+        user=_user(),
     )
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return ""
 
 
 def _os_release(root: Path) -> dict[str, str]:
@@ -237,6 +326,11 @@ def _find_tool(name: str, environ: Mapping[str, str]) -> str:
 # ---- memory
 
 
+def memory(root: Path = Path("/")) -> MemoryFacts:
+    """Host memory alone, for those who need nothing else."""
+    return _memory(root)
+
+
 def _memory(root: Path) -> MemoryFacts:
     info = {
         name: int(kib) * 1024
@@ -252,6 +346,8 @@ def _memory(root: Path) -> MemoryFacts:
         cgroup_used=used,
         hugepages=_hugepages(root),
         numa_nodes=tuple(nodes or ()),
+        nodes=None if nodes is None else tuple(_node(root, number) for number in nodes),
+        hugetlb_limits=_hugetlb_limits(root),
         thp=_selected(root / "sys/kernel/mm/transparent_hugepage/enabled"),
         shmem_thp=_selected(root / "sys/kernel/mm/transparent_hugepage/shmem_enabled"),
         overcommit=_integer(root / "proc/sys/vm/overcommit_memory"),
@@ -260,18 +356,50 @@ def _memory(root: Path) -> MemoryFacts:
     )
 
 
+def _node(root: Path, number: int) -> NumaNode:
+    """Memory of one NUMA node, and how much of what is free lies in blocks that hold a 2 MiB page."""
+    info = dict(
+        re.findall(
+            r"Node \d+ (MemTotal|MemFree):\s+(\d+) kB",
+            _text(root / f"sys/devices/system/node/node{number}/meminfo") or "",
+        )
+    )
+    blocks: int | None = None
+    for fields in re.findall(
+        rf"^Node {number}, zone\s+\S+\s+(.*)$", _text(root / "proc/buddyinfo") or "", re.MULTILINE
+    ):
+        # column k counts free blocks of 2^k pages of 4 KiB; from order 9 a block holds a 2 MiB page
+        counts = [int(word) for word in fields.split() if word.isdecimal()]
+        blocks = (blocks or 0) + sum(count << (order + 12) for order, count in enumerate(counts) if order >= 9)
+    return NumaNode(
+        node=number,
+        total=int(info["MemTotal"]) * 1024 if "MemTotal" in info else None,
+        free=int(info["MemFree"]) * 1024 if "MemFree" in info else None,
+        free_in_blocks=blocks,
+    )
+
+
+def _hugetlb_limits(root: Path) -> dict[str, int] | None:
+    """Page size -> bytes of the tightest hugetlb cgroup above us; {} where none limits them."""
+    membership = _text(root / "proc/self/cgroup")
+    if membership is None:
+        return None
+    limits: dict[str, int] = {}
+    for folder, version in _cgroup_folders(membership, root / "sys/fs/cgroup", "hugetlb"):
+        suffix = "max" if version == 2 else "limit_in_bytes"
+        for path in folder.glob(f"hugetlb.*.{suffix}"):
+            value = _integer(path)
+            if value is None or value >= NO_CGROUP_LIMIT:
+                continue
+            size = path.name.split(".")[1]
+            limits[size] = min(value, limits.get(size, value))
+    return limits
+
+
 def _selected(path: Path) -> str:
     """The word in brackets of `always [madvise] never`."""
     found = re.search(r"\[(\w+)\]", _text(path) or "")
     return found.group(1) if found else ""
-
-
-def _numbered(folder: Path, prefix: str) -> list[int] | None:
-    try:
-        names = [entry.name for entry in folder.iterdir()]
-    except OSError:
-        return None
-    return sorted(int(name[len(prefix) :]) for name in names if re.fullmatch(rf"{prefix}\d+", name))
 
 
 def _hugepages(root: Path) -> tuple[HugePagePool, ...] | None:
@@ -329,13 +457,13 @@ def _cgroup(root: Path) -> tuple[int | None, int | None]:
     return tightest or (0, 0)
 
 
-def _cgroup_folders(membership: str, base: Path) -> Iterator[tuple[Path, Literal[1, 2]]]:
-    """(folder, cgroup version) of our memory cgroup and of all above it that are mounted here."""
+def _cgroup_folders(membership: str, base: Path, controller: str = "memory") -> Iterator[tuple[Path, Literal[1, 2]]]:
+    """(folder, cgroup version) of our cgroup of a controller and of all above it that are mounted here."""
     for line in membership.splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if "memory" in controllers.split(","):
-            mount, version = base / "memory", 1
+        if controller in controllers.split(","):
+            mount, version = base / controller, 1
         elif number == "0" and not controllers:
             mount, version = (base if (base / "cgroup.controllers").exists() else base / "unified"), 2
         else:
@@ -374,6 +502,46 @@ def _disk(role: str, path: Path, root: Path) -> DiskFacts:
         inodes_free=space.f_favail if space.f_files else -1,
         writable=parent.is_dir() and os.access(parent, os.W_OK | os.X_OK, effective_ids=True),
         noexec=bool(space.f_flag & os.ST_NOEXEC),
+    )
+
+
+def _memory_mounts(root: Path) -> tuple[MountFacts, ...] | None:
+    """tmpfs of a GiB or more and every hugetlbfs: where a store may lie or memory may hide."""
+    try:
+        found = [mount for mount in mounts.mounts(root) if mount.memory_backed]
+    except OSError:
+        return None
+    kept = []
+    for mount in found:
+        try:
+            space = os.statvfs(mount.point)
+        except OSError:
+            continue
+        total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+        if total >= 1 << 30 or mount.fstype == "hugetlbfs" or mount.point == SHM:
+            kept.append(
+                MountFacts(point=str(mount.point), fstype=mount.fstype, options=mount.options, total=total, free=free)
+            )
+    return tuple(kept)
+
+
+# ---- network
+
+
+def _network(root: Path) -> NetworkFacts:
+    """The host name in /etc/hosts (a name server is not asked) and the interfaces."""
+    name, hosts = _line(root / "proc/sys/kernel/hostname"), _text(root / "etc/hosts")
+    addresses: list[str] | None = None
+    if name and hosts is not None:
+        rows = [row.split("#")[0].split() for row in hosts.splitlines()]
+        addresses = [row[0] for row in rows if name in row[1:]]
+    try:
+        interfaces = tuple(sorted(entry.name for entry in (root / "sys/class/net").iterdir()))
+    except OSError:
+        interfaces = None
+    return NetworkFacts(
+        hostname_addresses=None if addresses is None else tuple(addresses),
+        interfaces=interfaces,
     )
 
 
@@ -456,7 +624,7 @@ def process_ref(pid: int) -> ProcessRef:
         process = psutil.Process(pid)
         name = process.name()
         user = process.username()
-        command = " ".join(mask_argv(process.cmdline()))[:200]
+        command = " ".join(mask_argv(process.cmdline()))[:200].strip()
     return ProcessRef(pid=pid, name=name, user=user, command=command)
 
 
@@ -497,10 +665,7 @@ def _tmux_server(root: Path, profile_name: str) -> int | None:
 def _logind(root: Path) -> LogindFacts:
     if not (root / "run/systemd/users").is_dir():
         return LogindFacts(present=False)
-    try:
-        user = pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        user = ""
+    user = _user()
     values: dict[str, bool] = {}
     for text in _logind_files(root):
         # a commented line states the built-in default of this distribution

@@ -77,3 +77,8 @@ def free_bytes(path: Path) -> int:
     """Bytes this user may still write on the filesystem of `path`."""
     stat = os.statvfs(existing_parent(path))
     return stat.f_bavail * stat.f_frsize
+
+
+def page_bytes(path: Path) -> int:
+    """Page size of the hugetlbfs that holds `path` (its statfs block size)."""
+    return os.statvfs(existing_parent(path)).f_bsize

@@ -1,31 +1,38 @@
-"""NVML: the only importer of pynvml, and only when asked. Reads, never a CUDA context, never a traceback."""
+"""NVML: the only importer of pynvml, and only when asked. Never a CUDA context, never a traceback."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
-from ds41ctl.core.facts import GpuFacts
+from ds41ctl.core.facts import GpuFacts, GpuProcess, NvLink, P2pMatrix
 
+# nvml.h
+MAX_LINKS = 36
+CLOCK_SM, CLOCK_MEMORY = 1, 2
+TEMPERATURE_GPU = 0
+UNCORRECTED, VOLATILE = 1, 0
+_REMOTE: dict[int, Literal["gpu", "npu", "switch"]] = {0: "gpu", 1: "npu", 2: "switch"}
+_COMPUTE_MODES = ("default", "exclusive-thread", "prohibited", "exclusive-process")
+_PEER_CODES = ("OK", "CNS", "GNS", "TNS", "DR", "NS", "U")  # the words of `nvidia-smi topo -p2p`
+_CAPABILITIES = ("read", "write", "nvlink", "atomics", "pcie")  # NVML_P2P_CAPS_INDEX_* 0 to 4
 
-class Library(Protocol):
-    """The part of pynvml that is used; tests give a fake."""
-
-    NVMLError: type[Exception]
-
-    def nvmlInit(self) -> None: ...
-    def nvmlShutdown(self) -> None: ...
-    def nvmlSystemGetDriverVersion(self) -> str | bytes: ...
-    def nvmlDeviceGetCount(self) -> int: ...
-    def nvmlDeviceGetHandleByIndex(self, index: int, /) -> Any: ...
-    def nvmlDeviceGetName(self, handle: Any, /) -> str | bytes: ...
-    def nvmlDeviceGetUUID(self, handle: Any, /) -> str | bytes: ...
-    def nvmlDeviceGetPciInfo(self, handle: Any, /) -> Any: ...
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, /) -> Any: ...
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, /) -> tuple[int, int]: ...
-
-
+ERROR_NOT_SUPPORTED, ERROR_NO_PERMISSION, ERROR_FUNCTION_NOT_FOUND, ERROR_GPU_LOST = 3, 4, 13, 15
+_NOTES = {
+    2: "NVML refuses the value",
+    3: "this GPU does not support it",
+    4: "no permission to ask NVML",
+    9: "the NVIDIA driver is not loaded",
+    12: "the NVIDIA driver library (libnvidia-ml.so.1) is not installed",
+    13: "the installed driver library is too old for this",
+    15: "a GPU has fallen off the bus",
+    18: "driver/library version mismatch: the loaded kernel module is older than the installed library",
+}
 Reason = Literal["", "not-asked", "no-library", "no-driver", "mismatch", "denied", "other"]
+_REASONS: dict[int, Reason] = {4: "denied", 9: "no-driver", 12: "no-library", 18: "mismatch"}
 
 
 @dataclass(frozen=True)
@@ -36,68 +43,290 @@ class Survey:
     note: str = ""
     driver: str = ""
     reason: Reason = ""
+    cuda: str = ""
+    p2p: P2pMatrix | None = None
 
 
-# nvml.h return codes
-_NOTES = {
-    4: "no permission to ask NVML",
-    9: "the NVIDIA driver is not loaded",
-    12: "the NVIDIA driver library (libnvidia-ml.so.1) is not installed",
-    15: "a GPU has fallen off the bus",
-    18: "driver/library version mismatch: the loaded kernel module is older than the installed library",
-}
-_REASONS: dict[int, Reason] = {4: "denied", 9: "no-driver", 12: "no-library", 18: "mismatch"}
 NOT_ASKED = Survey(None, "not asked: the profile uses no GPU", reason="not-asked")
 
 
-def survey(library: Library | None = None) -> Survey:
-    """Ask NVML which GPUs there are. Never raises: what went wrong is in `note`."""
-    if library is None:
+@dataclass(frozen=True)
+class Sample:
+    """One reading of a GPU: SM clock in MHz, share of the last sample period in which it worked, event bits."""
+
+    mhz: int
+    busy_percent: int
+    throttle: int = 0
+
+
+class GpuReader(Protocol):
+    """Reads GPUs."""
+
+    def survey(self) -> Survey:
+        """Every GPU, whatever answers."""
+        ...
+
+    def samples(self, uuids: Sequence[str]) -> dict[str, Sample]:
+        """SM clock and load now of each GPU that answers."""
+        ...
+
+
+class ClockControl(Protocol):
+    """Locks SM clocks. Both return '' or what went wrong; success means only that the request was installed."""
+
+    def lock(self, uuid: str, mhz: int) -> str:
+        """Lock to exactly `mhz`."""
+        ...
+
+    def reset(self, uuid: str) -> str:
+        """Back to the driver's own choice."""
+        ...
+
+
+class Nvml:
+    """GpuReader and ClockControl by nvidia-ml-py. The library is loaded by the first question."""
+
+    def __init__(self, library: Any = None) -> None:
+        self._given = library
+
+    def survey(self) -> Survey:
+        """Ask NVML which GPUs there are. Never raises: what went wrong is in `note`."""
+        with self._session() as (library, failed):
+            if library is None:
+                return failed
+            try:
+                driver = _decoded(library.nvmlSystemGetDriverVersion())
+                count = int(library.nvmlDeviceGetCount())
+            except library.NVMLError as error:
+                return _failed(error)
+            found = [_gpu(library, index) for index in range(count)]
+            notes = [item for item in found if isinstance(item, str)]
+            cuda = _ask(library, "nvmlSystemGetCudaDriverVersion")
+            return Survey(
+                tuple(item for item in found if isinstance(item, GpuFacts)),
+                "; ".join(notes),
+                driver,
+                cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if isinstance(cuda, int) else "",
+                p2p=_peers(library, count),
+            )
+
+    def samples(self, uuids: Sequence[str]) -> dict[str, Sample]:
+        """SM clock and load now of each GPU that answers."""
+        found: dict[str, Sample] = {}
+        with self._session() as (library, _):
+            if library is None:
+                return found
+            for uuid in uuids:
+                try:
+                    handle = library.nvmlDeviceGetHandleByUUID(uuid)
+                    mhz = int(library.nvmlDeviceGetClockInfo(handle, CLOCK_SM))
+                    busy = int(library.nvmlDeviceGetUtilizationRates(handle).gpu)
+                except library.NVMLError:
+                    continue
+                found[uuid] = Sample(mhz, busy, _throttle(library, handle) or 0)
+        return found
+
+    def lock(self, uuid: str, mhz: int) -> str:
+        """Lock one GPU's SM clock (Volta and newer, root)."""
+        return self._set(uuid, lambda library, handle: library.nvmlDeviceSetGpuLockedClocks(handle, mhz, mhz))
+
+    def reset(self, uuid: str) -> str:
+        """Undo a lock. A GPU that is gone holds none."""
+        text = self._set(uuid, lambda library, handle: library.nvmlDeviceResetGpuLockedClocks(handle))
+        return "" if text == _NOTES[ERROR_GPU_LOST] else text
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the library and the driver open; what is asked meanwhile is answered without a start."""
+        with self._session():
+            yield
+
+    def _set(self, uuid: str, work: Callable[[Any, Any], None]) -> str:
+        with self._session() as (library, failed):
+            if library is None:
+                return failed.note
+            try:
+                work(library, library.nvmlDeviceGetHandleByUUID(uuid))
+            except library.NVMLError as error:
+                return "no permission" if getattr(error, "value", -1) == ERROR_NO_PERMISSION else _note(error)
+            return ""
+
+    @contextmanager
+    def _session(self) -> Iterator[tuple[Any, Survey]]:
+        """(library, -) between its init and shutdown, or (None, why not)."""
+        library = self._given
+        if library is None:
+            loaded = _load()
+            if isinstance(loaded, Survey):
+                yield None, loaded
+                return
+            library = loaded
         try:
-            import pynvml  # only profiles with GPUs pay for it
-        except ImportError as error:
-            return Survey(None, f"nvidia-ml-py cannot be imported: {error}", reason="other")
-        library = pynvml
-    try:
-        library.nvmlInit()
-    except library.NVMLError as error:
-        return _failed(error)
-    except OSError as error:  # a broken library file
-        return Survey(None, f"the NVIDIA driver library cannot be loaded: {error}", reason="no-library")
-    try:
-        driver = _decoded(library.nvmlSystemGetDriverVersion())
-        found = [_gpu(library, index) for index in range(library.nvmlDeviceGetCount())]
-    except library.NVMLError as error:
-        return _failed(error)
-    finally:
-        _shut_down(library)
-    notes = [item for item in found if isinstance(item, str)]
-    return Survey(tuple(item for item in found if isinstance(item, GpuFacts)), "; ".join(notes), driver)
+            library.nvmlInit()
+        except library.NVMLError as error:
+            yield None, _failed(error)
+            return
+        except OSError as error:  # a broken library file
+            yield None, Survey(None, f"the NVIDIA driver library cannot be loaded: {error}", reason="no-library")
+            return
+        try:
+            yield library, NOT_ASKED
+        finally:
+            _ask(library, "nvmlShutdown")
 
 
-def _gpu(library: Library, index: int) -> GpuFacts | str:
+def survey(library: Any = None) -> Survey:
+    """All GPUs of this machine."""
+    return Nvml(library).survey()
+
+
+def _load() -> ModuleType | Survey:
+    try:
+        import pynvml  # only profiles with GPUs pay for it
+    except ImportError as error:
+        return Survey(None, f"nvidia-ml-py cannot be imported: {error}", reason="other")
+    module: ModuleType = pynvml
+    return module
+
+
+def _ask(library: Any, function: str, *arguments: Any) -> Any:
+    """The answer, or None when this GPU, driver or binding has none."""
+    try:
+        return getattr(library, function)(*arguments)
+    except (library.NVMLError, AttributeError, TypeError, ValueError):
+        return None
+
+
+def _gpu(library: Any, index: int) -> GpuFacts | str:
     """One GPU, or what keeps it from answering (a lost GPU is counted by the driver and answers nothing)."""
     try:
         handle = library.nvmlDeviceGetHandleByIndex(index)
         name = _decoded(library.nvmlDeviceGetName(handle))
     except library.NVMLError as error:
         return f"GPU {index}: {_note(error)}"
-    fields: dict[str, Any] = {"index": index, "name": name}
-    try:
-        fields["uuid"] = _decoded(library.nvmlDeviceGetUUID(handle))
-        fields["bus_id"] = _decoded(library.nvmlDeviceGetPciInfo(handle).busId)
-        fields["memory_total_mib"] = int(library.nvmlDeviceGetMemoryInfo(handle).total) >> 20
-        fields["compute_capability"] = "{}.{}".format(*library.nvmlDeviceGetCudaComputeCapability(handle))
-    except library.NVMLError:
-        pass  # the fields asked so far stand, the others stay unmeasured
-    return GpuFacts(**fields)
+
+    def ask(function: str, *arguments: Any) -> Any:
+        return _ask(library, f"nvmlDeviceGet{function}", handle, *arguments)
+
+    memory, pci = ask("MemoryInfo"), ask("PciInfo")
+    capability = ask("CudaComputeCapability")
+    memory_clocks = ask("SupportedMemoryClocks")
+    supported = ask("SupportedGraphicsClocks", max(memory_clocks)) if memory_clocks else None
+    limit, default = ask("PowerManagementLimit"), ask("PowerManagementDefaultLimit")
+    mode = ask("ComputeMode")
+    return GpuFacts(
+        index=index,
+        name=name,
+        uuid=_decoded(ask("UUID") or ""),
+        bus_id=_decoded(pci.busId) if pci is not None else "",
+        memory_total_mib=int(memory.total) >> 20 if memory is not None else None,
+        memory_free_mib=int(memory.free) >> 20 if hasattr(memory, "free") else None,
+        compute_capability="{}.{}".format(*capability) if capability else "",
+        processes=_processes(ask("ComputeRunningProcesses")),
+        sm_mhz=ask("ClockInfo", CLOCK_SM),
+        sm_max_mhz=ask("MaxClockInfo", CLOCK_SM),
+        sm_supported_mhz=tuple(sorted(supported)) if supported is not None else None,
+        memory_mhz=ask("ClockInfo", CLOCK_MEMORY),
+        throttle=_throttle(library, handle),
+        power_limit_w=limit / 1000 if limit is not None else None,
+        power_default_w=default / 1000 if default is not None else None,
+        temperature_c=ask("Temperature", TEMPERATURE_GPU),
+        persistence=_flag(ask("PersistenceMode")),
+        ecc=_switch(library, "nvmlDeviceGetEccMode", handle),
+        ecc_uncorrected=ask("TotalEccErrors", UNCORRECTED, VOLATILE),
+        mig=_switch(library, "nvmlDeviceGetMigMode", handle),
+        compute_mode=_COMPUTE_MODES[mode] if mode is not None and 0 <= mode < len(_COMPUTE_MODES) else "",
+        display_active=_flag(ask("DisplayActive")),
+        pcie_gen=ask("CurrPcieLinkGeneration"),
+        pcie_gen_max=ask("MaxPcieLinkGeneration"),
+        pcie_width=ask("CurrPcieLinkWidth"),
+        pcie_width_max=ask("MaxPcieLinkWidth"),
+        nvlinks=_links(library, handle),
+        numa_node=ask("NumaNodeId"),
+    )
 
 
-def _shut_down(library: Library) -> None:
+def _flag(value: Any) -> bool | None:
+    return None if value is None else bool(value)
+
+
+def _throttle(library: Any, handle: Any) -> int | None:
+    """Clock event bits; drivers before 535 know them as throttle reasons only."""
+    for function in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
+        bits = _ask(library, function, handle)
+        if isinstance(bits, int):
+            return bits
+    return None
+
+
+def _switch(library: Any, function: str, handle: Any) -> bool | None:
+    """The current state of a (current, pending) switch; a card without it has it off."""
     try:
-        library.nvmlShutdown()
-    except library.NVMLError:
-        return
+        current, _ = getattr(library, function)(handle)
+    except library.NVMLError as error:
+        return False if getattr(error, "value", -1) in (ERROR_NOT_SUPPORTED, ERROR_FUNCTION_NOT_FOUND) else None
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return bool(current)
+
+
+def _processes(found: Any) -> tuple[GpuProcess, ...] | None:
+    if found is None:
+        return None
+    return tuple(
+        GpuProcess(
+            pid=int(item.pid),
+            used_mib=int(item.usedGpuMemory) >> 20 if getattr(item, "usedGpuMemory", None) is not None else None,
+        )
+        for item in found
+    )
+
+
+def _links(library: Any, handle: Any) -> tuple[NvLink, ...] | None:
+    """All NVLink ports, up or down. A card without NVLink says `not supported` or `invalid argument` at once."""
+    found: list[NvLink] = []
+    for link in range(MAX_LINKS):
+        try:
+            up = bool(library.nvmlDeviceGetNvLinkState(handle, link))
+        except library.NVMLError as error:
+            if getattr(error, "value", -1) in (2, ERROR_NOT_SUPPORTED):
+                break
+            return None
+        except AttributeError:
+            return None
+        remote = _ask(library, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link) if up else None
+        kind = _ask(library, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) if up else None
+        found.append(
+            NvLink(
+                link=link,
+                up=up,
+                remote_type=_REMOTE.get(kind, "unknown") if kind is not None else "",
+                remote_bus_id=_decoded(remote.busId) if remote is not None else "",
+            )
+        )
+    return tuple(found)
+
+
+def _peers(library: Any, count: int) -> P2pMatrix | None:
+    """Peer status of every ordered pair. The binding's constant for READ is a tuple by mistake, so numbers it is."""
+    handles = [_ask(library, "nvmlDeviceGetHandleByIndex", index) for index in range(count)]
+
+    def code(a: int, b: int, capability: int) -> str:
+        if a == b:
+            return "X"
+        if handles[a] is None or handles[b] is None:
+            return "U"
+        status = _ask(library, "nvmlDeviceGetP2PStatus", handles[a], handles[b], capability)
+        return _PEER_CODES[status] if isinstance(status, int) and 0 <= status < len(_PEER_CODES) else "U"
+
+    if count < 2 or not hasattr(library, "nvmlDeviceGetP2PStatus"):
+        return P2pMatrix() if count < 2 else None
+    return P2pMatrix(
+        **{
+            name: tuple(" ".join(code(a, b, capability) for b in range(count)) for a in range(count))
+            for capability, name in enumerate(_CAPABILITIES)
+        }
+    )
 
 
 def _failed(error: Exception) -> Survey:

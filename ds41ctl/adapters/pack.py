@@ -4,33 +4,74 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import os
 import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ds41ctl.adapters import files
+from ds41ctl.adapters import files, part, pins
 from ds41ctl.adapters.safetensors import Tensor, read_header, read_index
 from ds41ctl.core import packgen
 from ds41ctl.core.errors import IntegrityError
 from ds41ctl.core.facts import PackFacts, PackFileFacts, TensorFacts
-from ds41ctl.core.profile import HubSource, Profile, RecipeSource
+from ds41ctl.core.layout import Layout
+from ds41ctl.core.pins import chosen, merged
+from ds41ctl.core.profile import Profile, RecipeSource
+from ds41ctl.core.tensors import TABLE
 
 SIDECAR = ".sha256-ok"
+QUARANTINE = ".bad"
+MISSING = "missing"
+LINK_OUT = "a symlink that leaves the pack folder"
 INDEX = "model.safetensors.index.json"
+GRAFT = "ds41-graft.json"
+LOCK_FILE = ".ds41ctl.lock"
 _MARK = "# ds41ctl "
-_TABLE = re.compile(r"\A(?:model\.)?layers\.\d+\.engram\.embed\.(?:weight|scale)\Z")
+_OWN = re.compile(
+    rf"{re.escape(LOCK_FILE)}(\.holder)?|{re.escape(GRAFT)}|.*{re.escape(QUARANTINE)}"
+    rf"|.*{re.escape(part.SUFFIX)}({re.escape(part.JOURNAL_SUFFIX)})?"
+)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One file the pack must have; `revision` is the commit (or recipe) that pins it."""
+    """One file the pack must have; `revision` is the commit (or recipe) that pins it.
+
+    Its bytes are pinned by `sha256`, or by `git_oid` (git's blob id) where the Hub states no sha256. `repo` and
+    `xet` say where it is downloaded. `target`: the name is a link and the bytes lie there.
+    """
 
     name: str
     size: int
     sha256: str
     revision: str
+    git_oid: str = ""
+    repo: str = ""
+    xet: str = ""
+    target: Path | None = None
+
+    @property
+    def digest(self) -> str:
+        """`sha256:HEX` or `git:HEX`."""
+        return f"sha256:{self.sha256}" if self.sha256 else f"git:{self.git_oid}"
+
+    @property
+    def identity(self) -> part.Identity:
+        """What a part of this file must become."""
+        return part.Identity(self.size, self.digest)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One folder and every file it must have."""
+
+    folder: Path
+    items: tuple[Expected, ...]
 
 
 def recipe_folder(name: str) -> Path:
@@ -49,32 +90,106 @@ def recipe(profile: Profile) -> packgen.PackRecipe | None:
     return None
 
 
-def expected(profile: Profile) -> tuple[Expected, ...]:
-    """Pinned files of the pack; empty when nothing pins them (a local folder, or a hub tree not read yet)."""
-    found = recipe(profile)
-    if found is None:
-        return ()
-    return tuple(Expected(item.name, item.size, item.sha256, found.revision) for item in found.files)
-
-
 def from_hub(profile: Profile) -> bool:
     """True when at least one source is a Hub repository."""
-    return any(isinstance(source, HubSource) for source in profile.model.sources)
+    return bool(profile.model.hub_sources)
 
 
-def write_sidecar(path: Path, item: Expected) -> None:
-    """Remember that `path` was hashed and matched: `sha256sum -c` format, then what binds it to these very bytes."""
+def holdings(layout: Layout) -> tuple[Holding, ...] | None:
+    """Every folder that sources fill, with its pinned files; () for a local pack, None while pins are missing.
+
+    Raises IntegrityError when the pins disagree, ConfigError when sources contradict each other.
+    """
+    found = recipe(layout.profile)
+    if found is not None:
+        items = tuple(Expected(item.name, item.size, item.sha256, found.revision) for item in found.files)
+        return (Holding(layout.model_dir, items),)
+    sources = layout.profile.model.hub_sources
+    pinned = pins.trees(layout)
+    if len(pinned) < len({(source.repo, source.revision) for source in sources}):
+        return None
+    folders: dict[str, list[Any]] = {}
+    for source in sources:
+        tree = pinned[source.repo, source.revision]
+        folders.setdefault(source.dir, []).append((source, chosen(tree, source.patterns)))
+    return tuple(
+        Holding(
+            layout.source_dir(folder),
+            tuple(
+                Expected(
+                    item.path,
+                    item.size,
+                    item.sha256,
+                    source.revision,
+                    git_oid="" if item.sha256 else item.oid,
+                    repo=source.repo,
+                    xet=item.xet,
+                )
+                for source, item in merged(parts)
+            ),
+        )
+        for folder, parts in folders.items()
+    )
+
+
+def expected(layout: Layout) -> tuple[Expected, ...]:
+    """Pinned files of the pack's own folder; empty when nothing pins them (a local folder, or not fetched yet)."""
+    held = holdings(layout) or ()
+    if layout.profile.model.graft is not None:
+        return _grafted(layout, held)
+    return next((holding.items for holding in held if holding.folder == layout.model_dir), ())
+
+
+def _grafted(layout: Layout, held: Sequence[Holding]) -> tuple[Expected, ...]:
+    """Files of a hybrid: the links its manifest names, pinned by the source behind them, and what was generated."""
+    manifest = graft_manifest(layout.model_dir)
+    sources = {holding.folder: holding for holding in held}
+    found = [
+        Expected(name, entry["size"], entry["sha256"], manifest["id"])
+        for name, entry in manifest.get("generated", {}).items()
+    ]
+    for name, entry in manifest.get("links", {}).items():
+        holding = sources.get(layout.source_dir(entry["dir"]))
+        item = next((item for item in holding.items if item.name == entry["file"]), None) if holding else None
+        if holding is not None and item is not None:
+            target = holding.folder / item.name
+            found.append(
+                Expected(name, item.size, item.sha256, item.revision, item.git_oid, item.repo, item.xet, target)
+            )
+    return tuple(found)
+
+
+def graft_manifest(folder: Path) -> dict[str, Any]:
+    """What `pack graft` wrote about a hybrid folder, {} for any other folder. Raises IntegrityError when unreadable."""
+    try:
+        tree = files.read_json(folder / GRAFT)
+    except (ValueError, OSError) as error:
+        raise IntegrityError(f"{GRAFT}: cannot be read: {error}", hints=("ds41ctl pack graft",)) from None
+    return tree if isinstance(tree, dict) else {}
+
+
+# ---- one file
+
+
+def write_sidecar(path: Path, item: Expected, sha256: str = "") -> None:
+    """Remember that `path` was hashed and matched: `sha256sum -c` format, then what binds it to these very bytes.
+
+    `sha256`: what was found, for a file that is pinned by its git id.
+    """
     info = path.stat()
+    digest = item.sha256 or sha256
     binding = {
         "device": info.st_dev,
         "inode": info.st_ino,
         "mtime_ns": info.st_mtime_ns,
         "revision": item.revision,
-        "sha256": item.sha256,
+        "sha256": digest,
         "size": info.st_size,
         "verified_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    text = f"{item.sha256}  {path.name}\n{_MARK}{json.dumps(binding, sort_keys=True)}\n"
+    if item.git_oid:
+        binding["git_oid"] = item.git_oid
+    text = f"{digest}  {path.name}\n{_MARK}{json.dumps(binding, sort_keys=True)}\n"
     files.publish(path.with_name(path.name + SIDECAR), [text.encode()])
 
 
@@ -84,7 +199,7 @@ def sidecar_problem(path: Path, item: Expected) -> str:
     try:
         lines = sidecar.read_text(encoding="utf-8").splitlines()
         binding: dict[str, Any] = json.loads(lines[1].removeprefix(_MARK))
-        named = lines[0].split("  ", 1)[1]
+        digest, named = lines[0].split("  ", 1)
     except FileNotFoundError:
         return "never verified"
     except (OSError, ValueError, IndexError):
@@ -95,77 +210,158 @@ def sidecar_problem(path: Path, item: Expected) -> str:
         "inode": info.st_ino,
         "mtime_ns": info.st_mtime_ns,
         "revision": item.revision,
-        "sha256": item.sha256,
+        "sha256": item.sha256 or digest,
         "size": info.st_size,
     }
+    if item.git_oid:
+        now["git_oid"] = item.git_oid
     changed = [key for key, value in now.items() if binding.get(key) != value]
     if named != path.name:
         changed.append("name")
     return f"changed since it was verified ({', '.join(changed)})" if changed else ""
 
 
-def file_problem(folder: Path, item: Expected, *, hash_it: bool) -> str:
-    """'' when the file is the pinned one. Quick: size and sidecar. `hash_it`: every byte."""
+def place_problem(folder: Path, item: Expected) -> str:
+    """'' when something of the right kind and size lies where the item belongs."""
     path = folder / item.name
     if not path.is_file():
-        return "missing" if not path.exists() else "not a regular file"
-    if not path.resolve().is_relative_to(folder.resolve()):
-        return "a symlink that leaves the pack folder"
+        if item.target is not None and path.is_symlink():
+            return "a dangling link"
+        return MISSING if not path.exists() and not path.is_symlink() else "not a regular file"
+    real = path.resolve()
+    if item.target is not None:
+        if not path.is_symlink() or real != item.target.resolve():
+            return f"not the link to {item.target} that it was made as"
+    elif not real.is_relative_to(folder.resolve()):
+        return LINK_OUT
     size = path.stat().st_size
-    if size != item.size:
-        return f"{size} bytes, expected {item.size}"
+    return "" if size == item.size else f"{size} bytes, expected {item.size}"
+
+
+def file_problem(folder: Path, item: Expected, *, hash_it: bool) -> str:
+    """'' when the file is the pinned one. Quick: size and sidecar. `hash_it`: every byte."""
+    reason = place_problem(folder, item)
+    if reason:
+        return reason
     if not hash_it:
-        return sidecar_problem(path, item)
-    found = files.file_sha256(path)
-    return "" if found == item.sha256 else f"sha256 {found[:12]}..., expected {item.sha256[:12]}..."
+        return sidecar_problem(item.target or folder / item.name, item)
+    return bytes_problem(folder, item)[0]
 
 
-def inspect(profile: Profile, folder: Path) -> PackFacts:
-    """Facts about the pack as it lies there, in milliseconds (headers and sidecars only)."""
-    wanted = expected(profile)
-    if not folder.is_dir():
-        return PackFacts(
-            dir=str(folder),
-            exists=False,
-            files=tuple(PackFileFacts(name=item.name, size_expected=item.size) for item in wanted),
-            bytes_missing=sum(item.size for item in wanted) if wanted else None,
-        )
-    file_facts = []
-    missing = 0
-    for item in wanted:
-        path = folder / item.name
-        note = file_problem(folder, item, hash_it=False)
-        size = path.stat().st_size if path.is_file() else None
-        file_facts.append(
-            PackFileFacts(name=item.name, size_expected=item.size, size=size, verified=not note, note=note)
-        )
-        if note == "missing" or size != item.size:
-            missing += item.size
+def bytes_problem(folder: Path, item: Expected, on_bytes: Callable[[int], None] | None = None) -> tuple[str, str]:
+    """(what is wrong with the bytes, '' when they are the pinned ones; their sha256)."""
+    reason = place_problem(folder, item)
+    if reason:
+        return reason, ""
+    try:
+        digest = files.file_digest(folder / item.name, git=not item.sha256, on_bytes=on_bytes)
+    except OSError as error:
+        return f"not readable: {error.strerror}", ""
+    kind, _, wanted = item.digest.partition(":")
+    found = digest.sha256 if kind == "sha256" else digest.git_oid
+    return ("" if found == wanted else f"{kind} {found[:12]}..., expected {wanted[:12]}..."), digest.sha256
+
+
+# ---- many files
+
+Checked = tuple[Path, Expected, str]
+
+
+def quick(held: Iterable[Holding]) -> list[Checked]:
+    """Files their sidecars do not vouch for, with the reason: no byte is read."""
+    found = []
+    for holding in held:
+        for item in holding.items:
+            reason = file_problem(holding.folder, item, hash_it=False)
+            if reason:
+                found.append((holding.folder, item, reason))
+    return found
+
+
+def hash_all(
+    wanted: Sequence[tuple[Path, Expected]], on_bytes: Callable[[int, Expected], None]
+) -> Iterator[tuple[Path, Expected, str]]:
+    """Hash files on all cores, the big ones first; good ones get a fresh sidecar. Yields each with its problem.
+
+    `on_bytes` is told from several threads how many bytes of a file were just read.
+    """
+    stop = threading.Event()
+
+    def work(folder: Path, item: Expected) -> tuple[Path, Expected, str]:
+        def count(number: int) -> None:
+            if stop.is_set():
+                raise InterruptedError
+            on_bytes(number, item)
+
+        reason, sha256 = bytes_problem(folder, item, count)
+        path = item.target or folder / item.name
+        if not reason and sidecar_problem(path, item):
+            write_sidecar(path, item, sha256)
+        return folder, item, reason
+
+    ordered = sorted(wanted, key=lambda pair: -pair[1].size)
+    pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
+    try:
+        yield from pool.map(work, *zip(*ordered, strict=True)) if ordered else ()
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def foreign(holding: Holding) -> list[tuple[str, str]]:
+    """(relative path, what it is) of everything in the folder that nothing pins, sidecars and our own files aside."""
+    known = {item.name for item in holding.items}
+    links = {item.name for item in holding.items if item.target is not None}
+    root = holding.folder.resolve()
+    found = []
+    for here, folders, names in os.walk(holding.folder):
+        folders[:] = sorted(name for name in folders if Path(here) != holding.folder or name != ".cache")
+        for name in sorted([*names, *(name for name in folders if (Path(here) / name).is_symlink())]):
+            path = Path(here) / name
+            relative = str(path.relative_to(holding.folder))
+            if relative in links:
+                continue
+            if path.is_symlink() and not path.resolve().is_relative_to(root):
+                found.append((relative, "a symlink that leaves the folder"))
+            elif relative not in known and relative.removesuffix(SIDECAR) not in known and not _OWN.fullmatch(name):
+                found.append((relative, "pinned by nothing"))
+    return found
+
+
+# ---- tensors
+
+
+def weight_map(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """(tensor -> shard as the index says, Engram table -> shard that a hybrid keeps outside its index)."""
+    outside = graft_manifest(folder).get("outside_index", {})
+    return read_index(folder / INDEX), {str(name): str(file) for name, file in outside.items()}
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Every tensor of a pack that will be read, and what does not fit together."""
+
+    indexed: dict[str, Tensor]
+    outside: dict[str, Tensor]
+    shards: dict[str, str]
+    index_names: int
+    problems: tuple[str, ...]
+
+
+def contents(folder: Path) -> Contents:
+    """Read index and headers. Raises IntegrityError when there is no index."""
+    index, outside = weight_map(folder)
+    shards = {**outside, **index}
+    by_file: dict[str, list[str]] = {}
+    for name, file in shards.items():
+        by_file.setdefault(file, []).append(name)
     problems: list[str] = []
-    names: int | None = None
-    tables: list[TensorFacts] = []
-    if (folder / INDEX).exists() or (folder / "config.json").exists():
-        try:
-            names, tables, problems = _tensors(folder)
-        except IntegrityError as error:
-            problems.append(error.message)
-    return PackFacts(
-        dir=str(folder),
-        exists=True,
-        files=tuple(file_facts),
-        bytes_missing=missing if wanted or not from_hub(profile) else None,
-        index_names=names,
-        engram_tensors=tuple(tables),
-        problems=tuple(problems),
-    )
-
-
-def _tensors(folder: Path) -> tuple[int, list[TensorFacts], list[str]]:
-    index = read_index(folder / INDEX)
-    problems: list[str] = []
-    tables: list[TensorFacts] = []
-    for file in sorted(set(index.values())):
+    found: dict[str, Tensor] = {}
+    for file, names in sorted(by_file.items()):
         path = folder / file
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            problems.append(f"{file} is named by the index and lies outside the folder")
+            continue
         if not path.is_file():
             problems.append(f"{file} is named by the index and missing")
             continue
@@ -174,16 +370,84 @@ def _tensors(folder: Path) -> tuple[int, list[TensorFacts], list[str]]:
         except IntegrityError as error:
             problems.append(error.message)
             continue
-        absent = [name for name, where in index.items() if where == file and name not in header]
+        absent = [name for name in names if name not in header]
         if absent:
             problems.append(f"{file} lacks {absent[0]}" + (f" and {len(absent) - 1} more" if absent[1:] else ""))
         # only what the index names is read by the engine: a tensor that merely lies in the file does not count
-        tables += [
-            TensorFacts(name=t.name, file=file, dtype=t.dtype, shape=t.shape)
-            for t in header.values()
-            if _TABLE.match(t.name) and index.get(t.name) == file
-        ]
-    return len(index), tables, problems
+        found |= {name: header[name] for name in names if name in header}
+    return Contents(
+        {name: tensor for name, tensor in found.items() if name in index},
+        {name: tensor for name, tensor in found.items() if name not in index},
+        shards,
+        len(index),
+        tuple(problems),
+    )
+
+
+def inspect(layout: Layout) -> PackFacts:
+    """Facts about the pack as it lies there, in milliseconds (headers and sidecars only)."""
+    folder = layout.model_dir
+    problems: list[str] = []
+    held: tuple[Holding, ...] | None = None
+    wanted: tuple[Expected, ...] = ()
+    try:
+        held = holdings(layout)
+        wanted = expected(layout)
+    except IntegrityError as error:
+        problems.append(error.message)
+    missing = None if held is None else sum(bytes_missing(holding) for holding in held)
+    if not held and not folder.is_dir():
+        missing = None  # a local folder that is not there: nobody knows how much it should hold
+    if not folder.is_dir():
+        return PackFacts(
+            dir=str(folder),
+            exists=False,
+            files=tuple(PackFileFacts(name=item.name, size_expected=item.size) for item in wanted),
+            bytes_missing=missing,
+            problems=tuple(problems),
+        )
+    file_facts = []
+    for item in wanted:
+        path = folder / item.name
+        note = file_problem(folder, item, hash_it=False)
+        size = path.stat().st_size if path.is_file() else None
+        file_facts.append(
+            PackFileFacts(name=item.name, size_expected=item.size, size=size, verified=not note, note=note)
+        )
+    names: int | None = None
+    tables: list[TensorFacts] = []
+    if (folder / INDEX).exists() or (folder / "config.json").exists():
+        try:
+            read = contents(folder)
+            names = read.index_names
+            problems += read.problems
+            tables = [
+                TensorFacts(name=t.name, file=read.shards[t.name], dtype=t.dtype, shape=t.shape)
+                for t in (*read.indexed.values(), *read.outside.values())
+                if TABLE.fullmatch(t.name)
+            ]
+        except IntegrityError as error:
+            problems.append(error.message)
+    return PackFacts(
+        dir=str(folder),
+        exists=True,
+        files=tuple(file_facts),
+        bytes_missing=missing,
+        index_names=names,
+        engram_tensors=tuple(tables),
+        problems=tuple(problems),
+    )
+
+
+def bytes_missing(holding: Holding) -> int:
+    """Bytes that still have to be written into a folder: files missing or of another size, less what parts hold."""
+    total = 0
+    for item in holding.items:
+        path = holding.folder / item.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != item.size:
+            total += item.size - part.claimed(path, item.identity)
+    return total
 
 
 def engram_tensors(folder: Path, layer: int) -> tuple[Path, Tensor, Tensor]:
@@ -191,17 +455,20 @@ def engram_tensors(folder: Path, layer: int) -> tuple[Path, Tensor, Tensor]:
 
     Raises IntegrityError when the index does not name both, or they do not lie in one shard.
     """
-    index = read_index(folder / INDEX)
-    names = [f"layers.{layer}.engram.embed.{part}" for part in ("weight", "scale")]
-    missing = [name for name in names if name not in index]
+    index, outside = weight_map(folder)
+    shards = {**outside, **index}
+    names = [f"layers.{layer}.engram.embed.{side}" for side in ("weight", "scale")]
+    missing = [name for name in names if name not in shards]
     if missing:
         raise IntegrityError(
             f"the pack's index does not name {missing[0]}: the Engram table of layer {layer} is not in this pack",
             hints=("ds41ctl fetch --verify",),
         )
-    if index[names[0]] != index[names[1]]:
-        raise IntegrityError(f"{names[0]} is in {index[names[0]]}, {names[1]} in {index[names[1]]}: expected one shard")
-    path = folder / index[names[0]]
+    if shards[names[0]] != shards[names[1]]:
+        raise IntegrityError(
+            f"{names[0]} is in {shards[names[0]]}, {names[1]} in {shards[names[1]]}: expected one shard"
+        )
+    path = folder / shards[names[0]]
     if not path.is_file():
         raise IntegrityError(f"{path.name} is missing", hints=("ds41ctl fetch",))
     header = read_header(path)

@@ -4,24 +4,47 @@ from __future__ import annotations
 
 import os
 
-from ds41ctl.adapters import enginevenv, host, pack, running, store
-from ds41ctl.core.facts import HostFacts, RunningFacts
+from ds41ctl.adapters import deep, enginevenv, host, pack, running, store
+from ds41ctl.core.facts import EngineFacts, HostFacts, RunningFacts
 from ds41ctl.core.layout import Layout
 
 
-def probe(layout: Layout) -> HostFacts:
-    """Look once at everything the checks need; no network, no writing, about a second."""
+def probe(layout: Layout, *, level: int = 1) -> HostFacts:
+    """Look once at everything the checks need; no network, no writing, about a second at level 1.
+
+    Level 2 also reads every byte of the pack and imports the engine, level 3 also runs work on the GPUs.
+    """
     folder = store.locate(layout)
     paths = {**layout.dirs.roles(), "engine": layout.engine_dir, "store": folder, "model": layout.model_dir}
-    facts = host.collect(layout.profile, paths=paths, host=layout.host, port=layout.port, environ=os.environ)
+    facts = host.collect(
+        layout.profile, paths=paths, host=layout.host, port=layout.port, environ=os.environ, cache_dir=layout.cache_dir
+    )
     record = running.read(layout.record_path)
-    return facts.model_copy(
+    facts = facts.model_copy(
         update={
-            "pack": pack.inspect(layout.profile, layout.model_dir),
+            "pack": pack.inspect(layout),
             "store": store.inspect(layout),
-            "engine": enginevenv.inspect(layout) if layout.profile.engine.kind == "venv" else None,
+            "gpu_groups": dict(layout.gpu_groups),
+            "engine": enginevenv.inspect(layout) if layout.profile.engine.kind == "venv" else _image(layout, facts),
             "running": None
             if record is None
             else RunningFacts(profile=record.profile, pid=record.pid, port=record.port, alive=record.alive()),
         }
+    )
+    return facts if level < 2 else deep.deepen(facts, layout, level, os.environ)
+
+
+def _image(layout: Layout, facts: HostFacts) -> EngineFacts | None:
+    """A container engine is installed when its image is there; its id is its manifest."""
+    found, wanted = facts.container, layout.profile.engine
+    if found is None or found.image_id is None:
+        return None
+    pinned = wanted.image_digest
+    drift = (f"image {found.image_id[:19]}, {pinned[:19]} pinned",) if pinned and found.image_id != pinned else ()
+    return EngineFacts(
+        dir=wanted.image,
+        kind="container",
+        installed=bool(found.image_id),
+        manifest_digest=found.image_id.removeprefix("sha256:"),
+        drift=drift if found.image_id else (),
     )

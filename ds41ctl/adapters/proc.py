@@ -109,6 +109,26 @@ def spawn_attached(argv: Sequence[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(list(argv), stdin=subprocess.DEVNULL, start_new_session=True)
 
 
+def spawn_detached(argv: Sequence[str], *, pass_fd: int, environ: Mapping[str, str]) -> int:
+    """Start a process that outlives us, in a session of its own and without our terminal; returns its pid.
+
+    `pass_fd` stays open in it under the same number.
+    """
+    child = subprocess.Popen(
+        list(argv),
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,
+        pass_fds=(pass_fd,),
+    )
+    pid = child.pid
+    child.returncode = 0  # it is not waited for: without this the interpreter warns when it forgets the object
+    return pid
+
+
 @dataclass(frozen=True)
 class Identity:
     """A process for certain: pid and start time in clock ticks since boot (field 22 of /proc/pid/stat)."""
@@ -198,6 +218,15 @@ def family(root: int, marker: str) -> list[Identity]:
         if identity is not None:
             found.setdefault(identity.pid, identity)
     return list(found.values())
+
+
+def carries(pid: int, name: str) -> bool:
+    """True when the process has the environment variable; False also for a process this user may not look at."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return environ.startswith(f"{name}=".encode()) or f"\0{name}=".encode() in environ
 
 
 def describe(pid: int) -> str:

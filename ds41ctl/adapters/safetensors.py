@@ -3,45 +3,40 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds41ctl.core.errors import IntegrityError
+from ds41ctl.core.tensors import DTYPE_BITS, Tensor
+
+__all__ = ["Tensor", "read_header", "read_index"]
 
 HEADER_CAP = 100 << 20  # the format's own limit
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor: `begin` and `end` are absolute file offsets in bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
     """Tensors of a shard by name.
 
-    Raises IntegrityError with one line when the file is not a whole safetensors file: length word, JSON, offsets
-    contiguous from 0, and file size equal to 8 + header + data.
+    Raises IntegrityError with one line when the file is not a whole safetensors file: length word, JSON, no name
+    twice, every tensor as long as its dtype and shape say, offsets contiguous from 0, and file size equal to
+    8 + header + data.
     """
-    size = path.stat().st_size
-    with path.open("rb") as source:
-        word = source.read(8)
-        if len(word) < 8:
-            raise IntegrityError(f"{path.name}: {size} bytes is too short for a safetensors file")
-        (length,) = struct.unpack("<Q", word)
-        if not 2 <= length <= HEADER_CAP or length > size - 8:
-            raise IntegrityError(f"{path.name}: header length {length} is impossible in a file of {size} bytes")
-        raw = source.read(length)
     try:
-        tree = json.loads(raw)
-        spans = _spans(tree)
+        size = path.stat().st_size
+        with path.open("rb") as source:
+            word = source.read(8)
+            if len(word) < 8:
+                raise IntegrityError(f"{path.name}: {size} bytes is too short for a safetensors file")
+            (length,) = struct.unpack("<Q", word)
+            if not 2 <= length <= HEADER_CAP or length > size - 8:
+                raise IntegrityError(f"{path.name}: header length {length} is impossible in a file of {size} bytes")
+            raw = source.read(length)
+    except OSError as error:
+        raise IntegrityError(f"{path.name}: cannot be read: {error.strerror}") from None
+    try:
+        spans = _spans(json.loads(raw, object_pairs_hook=_no_name_twice))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise IntegrityError(f"{path.name}: the safetensors header cannot be read: {error}") from None
     start = 8 + length
@@ -50,9 +45,22 @@ def read_header(path: Path) -> dict[str, Tensor]:
         if begin != expected or end < begin:
             raise IntegrityError(f"{path.name}: tensor {name} starts at {begin}, expected {expected}")
         expected = end
+    for t in spans:
+        wanted = (math.prod(t.shape) * DTYPE_BITS[t.dtype] + 7) // 8 if t.dtype in DTYPE_BITS else None
+        if wanted is not None and wanted != t.end - t.begin:
+            raise IntegrityError(
+                f"{path.name}: tensor {t.name} has {t.end - t.begin} bytes, {t.dtype} {list(t.shape)} takes {wanted}"
+            )
     if start + expected != size:
         raise IntegrityError(f"{path.name}: {size} bytes, but its header describes {start + expected}")
     return {t.name: Tensor(t.name, t.dtype, t.shape, start + t.begin, start + t.end) for t in spans}
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree = dict(pairs)
+    if len(tree) != len(pairs):
+        raise ValueError("a name stands twice")
+    return tree
 
 
 def _spans(tree: dict[str, Any]) -> list[Tensor]:
@@ -68,7 +76,7 @@ def _spans(tree: dict[str, Any]) -> list[Tensor]:
 def read_index(path: Path) -> dict[str, str]:
     """weight_map of model.safetensors.index.json. Raises IntegrityError when it is missing or not an index."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_name_twice)
         return {str(name): str(file) for name, file in tree["weight_map"].items()}
     except FileNotFoundError:
         raise IntegrityError(f"{path.name} is missing") from None

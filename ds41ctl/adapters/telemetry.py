@@ -108,13 +108,13 @@ def _gpus() -> tuple[GpuState, ...] | None:
         return None
     states = []
     for gpu in found:
-        total, free = gpu.memory_total_mib, getattr(gpu, "memory_free_mib", None)
+        total, free = gpu.memory_total_mib, gpu.memory_free_mib
         states.append(
             GpuState(
                 used_mib=float(total - free) if total is not None and free is not None else None,
-                sm_mhz=getattr(gpu, "sm_mhz", None),
-                throttle=getattr(gpu, "throttle", None),
-                temperature_c=getattr(gpu, "temperature_c", None),
+                sm_mhz=gpu.sm_mhz,
+                throttle=gpu.throttle,
+                temperature_c=gpu.temperature_c,
             )
         )
     return tuple(states)

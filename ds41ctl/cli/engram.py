@@ -33,13 +33,22 @@ def status(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
     """Where the store is, on which pages, and who maps it. Exit 10 when there is none, 12 when it is not valid."""
     from pathlib import Path
 
-    from ds41ctl.adapters import proc, store
+    from ds41ctl.adapters import proc, store, storeplace
 
     session = open_session(profile)
     facts = store.inspect(session.layout)
     users = store.mapped_by(Path(facts.dir)) if facts.exists else []
-    cli.out.data({**facts.model_dump(mode="json"), "mapped_by": users})
+    left = storeplace.leftovers(session.layout)
+    cli.out.data({**facts.model_dump(mode="json"), "mapped_by": users, "in_use": left})
+    taken = [f"mount {point}" for point in left["mounts"]]
+    taken += [
+        f"{item['pages']} hugepages of {item['page_kib']} KiB reserved on node {item['node']}"
+        for item in left["hugepages"]
+    ]
     if not facts.exists:
+        if taken or left["files"]:
+            cli.out.line("left by a build that did not end: " + ", ".join([*taken, f"{left['files']} files"]))
+            cli.out.hint("ds41ctl engram drop")
         raise NotFoundError(
             f"no Engram store of {session.profile.name} in {facts.dir}", hints=("ds41ctl engram build",)
         )
@@ -48,6 +57,13 @@ def status(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
         f"{facts.dir}   {len(facts.layers)} tables, {facts.bytes_present / 2**20:.1f} MiB, {facts.page_kind}",
         mark=mark,
     )
+    if facts.data_dir != facts.dir:
+        cli.out.line(f"  records in {facts.data_dir}")
+    if facts.node_bytes:
+        balance = ", ".join(f"node {node} {size / 2**20:.1f} MiB" for node, size in facts.node_bytes.items())
+        cli.out.line(f"  memory on {balance}")
+    for text in taken:
+        cli.out.line(f"  {text}")
     for pid in users:
         cli.out.line(f"  mapped by {proc.describe(pid)}")
     if facts.problem:
@@ -76,9 +92,9 @@ def verify(
 @app.command()
 def drop(profile: options.ProfileOpt = None, json: options.JsonOpt = False) -> None:
     """Remove the store and the mount made for it. Refused while a process maps it."""
-    from ds41ctl.adapters import store
+    from ds41ctl.steps import engram
 
     session = open_session(profile)
-    removed = store.drop(session.layout)
+    removed = engram.drop(session.layout)
     cli.out.data({"removed": removed})
     cli.out.line(f"removed {len(removed)} files and mounts" if removed else "there was no store", mark="OK")

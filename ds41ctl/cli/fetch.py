@@ -1,7 +1,8 @@
-"""fetch: get the pinned pack."""
+"""fetch: get the pinned pack, verify it, repair it, clean up after it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,9 +10,9 @@ import typer
 from ds41ctl import cli
 from ds41ctl.cli import options, runs
 from ds41ctl.cli.app import group
-from ds41ctl.cli.session import open_session
+from ds41ctl.cli.session import Session, open_session
 from ds41ctl.cli.up import heading
-from ds41ctl.core.errors import IntegrityError
+from ds41ctl.core.errors import ConfigError, IntegrityError
 
 app = group("Get the pinned pack, verified by sha256 before it is published.")
 
@@ -19,28 +20,95 @@ app = group("Get the pinned pack, verified by sha256 before it is published.")
 @app.command()
 def fetch(
     profile: options.ProfileOpt = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Hash every byte against the pins; change nothing.")] = False,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Quarantine files that are wrong and make them again.")
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Hash every byte against the pins, check headers; change no file.")
     ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="With --verify: trust sidecars that nothing changed.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Hash everything, quarantine files that are wrong, get them again.")
+    ] = False,
+    gc: Annotated[
+        bool, typer.Option("--gc", help="Remove parts no pin wants and orphans of the hub client, nothing else.")
+    ] = False,
+    lock: Annotated[
+        Path | None,
+        typer.Option("--lock", metavar="FILE", help="Write the pinned file lists to FILE, to commit; fetch nothing."),
+    ] = None,
+    connections: Annotated[
+        int, typer.Option("--connections", min=1, max=64, help="Streams at once over all files.")
+    ] = 8,
     json: options.JsonOpt = False,
 ) -> None:
-    """Materialise and verify the pack; files that are already right are left alone."""
-    from ds41ctl.adapters import files
+    """Get what is missing and verify it; files that are already right are left alone."""
+    if sum((verify, repair, gc, lock is not None)) > 1:
+        raise ConfigError("--verify, --repair, --gc and --lock are four different commands: choose one")
+    if quick and not verify:
+        raise ConfigError("--quick goes with --verify")
+    session = open_session(profile)
+    cli.out.line(heading("fetch", session))
+    if verify:
+        _verify(session, quick=quick)
+    elif gc:
+        _collect(session)
+    elif lock is not None:
+        _lock(session, lock)
+    else:
+        _fetch(session, repair=repair, connections=connections)
+
+
+def _fetch(session: Session, *, repair: bool, connections: int) -> None:
+    from ds41ctl.adapters.hub import Hub
     from ds41ctl.steps.fetch import Fetch
 
-    session = open_session(profile)
-    step = Fetch(session.layout, verify=verify or repair, repair=repair)
-    cli.out.line(heading("fetch", session))
+    def hub() -> Hub:
+        return Hub.of_environment(xet=session.resolved.settings.xet)
+
+    step = Fetch(session.layout, repair=repair, connections=connections, hub=hub)
     with runs.run(session, "fetch") as runner:
-        if verify and not repair:
-            goal = step.check()
-            if not goal.reached:
-                raise IntegrityError(goal.text, hints=("ds41ctl fetch --repair",))
-            cli.out.line(f"  fetch      {'OK':<7} {goal.text}")
-            cli.out.data(goal.data)
-            return
-        lock = session.dirs.state / "locks" / f"fetch-{session.profile.name}.lock"
-        with files.locked(lock, f"fetching {session.profile.name}"):
-            runner.step(step)
-        cli.out.data({"dir": str(session.layout.model_dir)})
+        runner.step(step, always=repair)
+        cli.out.data({"dir": str(session.layout.model_dir), **step.check().data})
+        if session.profile.model.graft is not None:
+            cli.out.hint(f"ds41ctl pack graft --profile {session.profile.name}")
+
+
+def _verify(session: Session, *, quick: bool) -> None:
+    from ds41ctl.steps.verify import VerifyPack
+
+    step = VerifyPack(session.layout, quick=quick)
+    with runs.run(session, "fetch --verify") as runner:
+        passed = runner.judge(step)
+        cli.out.data({"findings": [item.model_dump(mode="json") for item in step.findings]})
+        if not passed:
+            failed = [item for item in step.findings if item.failed()]
+            raise IntegrityError(failed[0].summary, hints=failed[0].fix)
+
+
+def _collect(session: Session) -> None:
+    from ds41ctl.steps.gc import collect
+
+    removed = collect(session.layout)
+    for path, size in removed:
+        cli.out.line(f"  removed    {path}  {size / 2**20:,.0f} MiB")
+    freed = sum(size for _, size in removed)
+    cli.out.line(f"  {len(removed)} files, {freed / 2**20:,.0f} MiB freed")
+    cli.out.data({"removed": [str(path) for path, _ in removed], "bytes": freed})
+
+
+def _lock(session: Session, path: Path) -> None:
+    from ds41ctl.adapters import pins
+    from ds41ctl.adapters.hub import Hub
+    from ds41ctl.core.errors import UnsupportedError
+
+    if not session.profile.model.hub_sources:
+        raise UnsupportedError(
+            f"the pack of {session.profile.name} does not come from the Hub: there is nothing to lock"
+        )
+    hub = Hub.of_environment()
+    before = pins.trees(session.layout)
+    found = pins.ensure(session.layout, hub)
+    if before:
+        pins.compare(session.layout, hub)  # what is committed must be what the Hub still lists
+    pins.write(path, session.layout, found)
+    count = sum(len(tree.files) for tree in found.values())
+    cli.out.line(f"  {path}: {count} files of {len(found)} repositories at {hub.name}")
+    cli.out.data({"lock": str(path), "files": count, "endpoint": hub.endpoint})

@@ -161,6 +161,11 @@ class Output:
         if event.type == "step.start":
             self.restart_progress()
             self._progress_line = f"  {event.step}"
+        elif event.type == "step.progress" and event.data.get("note"):
+            self.note(f"  {event.step:<10} {event.text}")
+        elif event.type == "step.progress" and event.data.get("files") is not None:
+            # many files at once: the total first, what does not fit the line is the tail of the names
+            self.progress(f"  {event.step:<10}{_amount(event.data)}  {event.text}")
         elif event.type == "step.progress":
             self.progress(f"  {event.step:<10} {event.text}{_amount(event.data)}")
         elif event.type == "finding" and event.finding is not None:
@@ -178,7 +183,21 @@ def _amount(data: dict[str, Any]) -> str:
     total, done = data.get("total"), data.get("bytes")
     if not total or done is None:
         return ""
-    return f"  {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB ({100 * done / total:.0f} %)"
+    text = f"  {done / 2**20:,.0f} of {total / 2**20:,.0f} MiB ({100 * done / total:.0f} %)"
+    rate, eta = data.get("rate"), data.get("eta_s")
+    if rate:
+        text += f", {rate / 2**20:,.1f} MiB/s"
+    if rate and eta is not None:
+        text += f", {_duration(eta)} left"
+    return text
+
+
+def _duration(seconds: float) -> str:
+    """`42 s`, `7 min`, `3 h 12 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def verdict(findings: Sequence[Finding], *, strict: bool) -> str:

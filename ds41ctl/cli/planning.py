@@ -26,19 +26,21 @@ def serve_step(session: Session) -> PlannedStep:
 
 def up_plan(session: Session) -> Plan:
     """Plan of `up`."""
-    from ds41ctl.adapters import pack, store
+    from ds41ctl.adapters import pack, store, storeplace
 
     layout, profile = session.layout, session.profile
-    wanted = pack.expected(profile)
+    held = pack.holdings(layout) or ()
+    wanted = [item for holding in held for item in holding.items]
     sources = ", ".join(source.what or source.kind for source in profile.model.sources)
     steps = [
         PlannedStep(step="preflight", what="check this machine (ds41ctl preflight --list)"),
         PlannedStep(
             step="fetch",
             what=f"get and verify the pack: {sources}",
-            writes=(str(layout.model_dir),),
+            writes=tuple(str(holding.folder) for holding in held) or (str(layout.model_dir),),
             bytes=sum(item.size for item in wanted) or None,
         ),
+        *_graft(session),
         PlannedStep(
             step="engine",
             what=f"install {profile.engine.lock or profile.engine.wheel or profile.engine.image}",
@@ -46,31 +48,44 @@ def up_plan(session: Session) -> Plan:
         ),
     ]
     if profile.engram.storage != "none":
-        mounts: tuple[tuple[str, ...], ...] = ()
-        if len(layout.store_dirs) > 1:
-            mounts = tuple(
-                tuple(store.mount_argv(option, layout.store_dirs[0], root=layout.dirs.uid == 0))
-                for option in store.mount_options(layout)[:1]
-            )
         steps.append(
             PlannedStep(
                 step="engram",
                 what=f"put {len(profile.model.engram)} tables into {profile.engram.storage}, rows checked",
                 writes=tuple(str(path) for path in layout.store_dirs[:1]),
                 bytes=store.needed_bytes(layout),
-                commands=mounts,
+                commands=storeplace.planned_commands(layout),
             )
         )
-    if profile.clocks.sm_mhz is not None:
-        steps.append(PlannedStep(step="clocks", what=f"lock SM clocks at {profile.clocks.sm_mhz} MHz"))
-    steps += [serve_step(session), PlannedStep(step="smoke", what="ask the engine (ds41ctl smoke --list)")]
+    steps += [*_start(session), PlannedStep(step="smoke", what="ask the engine (ds41ctl smoke --list)")]
     return serve_plan(layout, _store_folder(session), "up", tuple(steps))
+
+
+def _graft(session: Session) -> list[PlannedStep]:
+    spec = session.profile.model.graft
+    if spec is None:
+        return []
+    what = f"build the hybrid of links: {spec.tensors} tensors, {spec.grafted} from {spec.donor}"
+    return [PlannedStep(step="graft", what=what, writes=(str(session.layout.model_dir),))]
 
 
 def plan_of_serve(session: Session) -> Plan:
     """Plan of `serve`."""
-    steps = (PlannedStep(step="preflight", what="check this machine for a start"), serve_step(session))
+    steps = (PlannedStep(step="preflight", what="check this machine for a start"), *_start(session))
     return serve_plan(session.layout, _store_folder(session), "serve", steps)
+
+
+def _start(session: Session) -> list[PlannedStep]:
+    """The start of the engine, and the clock lease it then owns."""
+    clocks = session.profile.clocks
+    if clocks.sm_mhz is None:
+        return [serve_step(session)]
+    what = f"lock SM clocks at {clocks.sm_mhz} MHz" + (f", governor {clocks.governor}" if clocks.governor else "")
+    journal = session.dirs.state / "clocks" / f"{session.profile.name}.json"
+    return [
+        serve_step(session),
+        PlannedStep(step="clocks", what=f"{what}, until the engine ends", writes=(str(journal),)),
+    ]
 
 
 def _store_folder(session: Session) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from ds41ctl.cli.session import open_session
 from ds41ctl.core.errors import ConfigError, NotFoundError
 from ds41ctl.core.exits import Exit
 from ds41ctl.core.facts import HostFacts
+from ds41ctl.core.finding import Finding
 
 app = group("Check this machine for a profile; every finding has a fix.")
 
@@ -38,6 +40,7 @@ def preflight(
         Path | None,
         typer.Option("--facts", metavar="FILE", help="Check a recorded machine (ds41ctl facts --json)."),
     ] = None,
+    junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")] = None,
     verbose: options.VerboseOpt = False,
     json: options.JsonOpt = False,
 ) -> None:
@@ -55,7 +58,9 @@ def preflight(
     if facts is None:
         from ds41ctl.adapters.probe import probe
 
-        known = probe(session.layout)
+        # the deeper looks take minutes: only those that somebody asked for
+        wanted = max((check.level for check in checks.select(only or (), skip_check or (), level=level)), default=1)
+        known = probe(session.layout, level=wanted)
     else:
         known = _recorded(facts)
     findings = checks.run(
@@ -77,14 +82,30 @@ def preflight(
             "not_checked": list(unchecked),
         }
     )
+    if junit is not None:
+        from ds41ctl.cli.junit import write_junit
+
+        write_junit(junit, "ds41ctl preflight", findings, strict=strict)
     cli.out.line(f"preflight  {session.profile.name}  level {level}" + (", strict" if strict else ""))
-    cli.out.findings(findings, strict=strict)
+    _show(findings, checks.groups())
     if unchecked:
-        cli.out.line("Not checked: " + "; ".join(unchecked))
+        cli.out.line("Not checked:")
+        for text in unchecked:
+            cli.out.line(f"        {text}")
     cli.out.line(verdict(findings, strict=strict), mark="FAIL" if failed else "OK")
     if failed:
         raise typer.Exit(int(Exit.FINDINGS))
     cli.out.hint(f"ds41ctl up --profile {session.profile.name}")
+
+
+def _show(findings: Sequence[Finding], groups: Mapping[str, str]) -> None:
+    """The findings under their headings, in the order in which the headings first appear."""
+    width = max((len(item.id) for item in findings), default=0)
+    for name in dict.fromkeys(groups[item.id] for item in findings):
+        cli.out.line(f"  {name}")
+        for item in findings:
+            if groups[item.id] == name:
+                cli.out.finding(item, width)
 
 
 def _recorded(path: Path) -> HostFacts:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ds41ctl import cli
-from ds41ctl.cli import options, runs
+from ds41ctl.cli import clocks, options, runs
 from ds41ctl.cli.app import group
 from ds41ctl.cli.planning import plan_of_serve, print_plan
 from ds41ctl.cli.session import open_session
@@ -54,6 +54,7 @@ def serve(
                 checks = runs.Preflight(session, stage="serve", strict=strict, skip=tuple(skip_check or ()))
                 runs.demand(runner, checks)
             runner.step(step)
+            clocks.hold(runner, session, strict=strict)
         serving(session)
         if foreground:
             follow(session.layout, step, cli.out.note)

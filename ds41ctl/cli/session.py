@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ds41ctl.adapters import paths, profiles
+from ds41ctl.adapters.pins import LOCK_SUFFIX
 from ds41ctl.core import settings as settings_module
 from ds41ctl.core.errors import NotFoundError
 from ds41ctl.core.layout import Dirs, Layout, layout
@@ -75,7 +76,13 @@ def _session(resolved: Resolved, path: Path, origin: str) -> Session:
         profile=profile,
         profile_path=path,
         profile_origin=origin,
-        layout=layout(profile, resolved.settings, dirs, may_mount=_may_mount()),
+        layout=layout(
+            profile,
+            resolved.settings,
+            dirs,
+            may_mount=_may_mount(),
+            committed_pins=path.with_name(path.stem + LOCK_SUFFIX),
+        ),
     )
 
 

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from ds41ctl import __version__, cli
-from ds41ctl.cli import junit as junit_file
 from ds41ctl.cli import live, options, runs
 from ds41ctl.cli.app import group
+from ds41ctl.cli.junit import write_junit
 from ds41ctl.cli.output import verdict
 from ds41ctl.cli.session import Session, open_running
 from ds41ctl.core.errors import NotFoundError
@@ -74,7 +74,7 @@ def smoke(
         }
     )
     if junit is not None:
-        junit_file.write(junit, "ds41ctl smoke", step.findings)
+        write_junit(junit, "ds41ctl smoke", step.findings)
     _conclude(step.findings, goal.reached)
 
 
@@ -139,5 +139,5 @@ def _fidelity(
         }
     )
     if junit is not None:
-        junit_file.write(junit, "ds41ctl fidelity", findings)
+        write_junit(junit, "ds41ctl fidelity", findings)
     _conclude(findings, all(item.status in (Status.OK, Status.WARN) for item in findings))

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds41ctl import cli
-from ds41ctl.cli import junit as junit_file
 from ds41ctl.cli import live, options, runs
 from ds41ctl.cli.app import group
+from ds41ctl.cli.junit import write_junit
 from ds41ctl.cli.session import Session, load_settings, open_running
 from ds41ctl.core.errors import Ds41Error, NotFoundError
 from ds41ctl.core.finding import Status
@@ -195,7 +195,7 @@ def _write(folder: Path, report: Report, prom: Path | None) -> None:
     files.publish(folder / "report.md", [soak_report.markdown(report).encode()])
     files.publish(folder / "report.html", [soak_report.page(report).encode()])
     files.publish(folder / "plots.png", [soak_report.picture(report.trace)])
-    junit_file.write(folder / "junit.xml", "ds41ctl soak", report.verdict.findings)
+    write_junit(folder / "junit.xml", "ds41ctl soak", report.verdict.findings)
     for path in {folder.parent / PROM, *([prom.absolute()] if prom else [])}:
         text = soak_report.prometheus(report, now=time.time(), last_success=_last_success(path))
         files.publish(path, [text])

@@ -9,7 +9,7 @@ import shlex
 import typer
 
 from ds41ctl import cli
-from ds41ctl.cli import options, runs
+from ds41ctl.cli import clocks, options, runs
 from ds41ctl.cli.app import group
 from ds41ctl.cli.planning import print_plan, up_plan
 from ds41ctl.cli.session import Session, open_session
@@ -31,9 +31,11 @@ def up(
     json: options.JsonOpt = False,
 ) -> None:
     """Preflight, fetch, engine, engram, serve, smoke; each step that is already reached says so."""
+    from ds41ctl.adapters.hub import Hub
     from ds41ctl.steps.engine import EngineInstall
     from ds41ctl.steps.engram import EngramBuild
     from ds41ctl.steps.fetch import Fetch
+    from ds41ctl.steps.graft import GraftPack
     from ds41ctl.steps.serve import Serve
 
     session = open_session(profile, port=port, dspark=dspark)
@@ -44,17 +46,19 @@ def up(
     cli.out.line(heading("up", session))
     with runs.run(session, "up") as runner:
         runs.demand(runner, runs.Preflight(session, stage="up", strict=strict, skip=tuple(skip_check or ())))
-        runner.step(Fetch(layout))
+        runner.step(Fetch(layout, hub=lambda: Hub.of_environment(xet=session.resolved.settings.xet)))
+        if session.profile.model.graft is not None:
+            runner.step(GraftPack(layout))
         runner.step(EngineInstall(layout, os.environ))
         if session.profile.engram.storage == "none":
             runner.skip("engram", "this profile keeps no store")
         else:
             runner.step(EngramBuild(layout))
-        if session.profile.clocks.sm_mhz is None:
-            runner.skip("clocks", "this profile leaves clocks alone")
         runner.step(Serve(layout, session.profile_path, os.environ))
-        smoke = runs.Smoke(session)
-        passed = runner.judge(smoke)
+        clocks.hold(runner, session, strict=strict)
+        with clocks.sampled(runner, session) as clocks_kept:
+            passed = runner.judge(runs.Smoke(session))
+        passed = clocks_kept() and passed
         if not passed:
             cli.out.hint("ds41ctl smoke -v")
             raise typer.Exit(int(Exit.FINDINGS))

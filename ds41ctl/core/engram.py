@@ -1,8 +1,9 @@
-"""Engram table geometry: the primes that size the sub-tables, straight from the config's numbers."""
+"""Engram table geometry: the primes that size the sub-tables, straight from the config's numbers; who reads what."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,3 +90,97 @@ def geometry(config: dict[str, Any]) -> Geometry:
     if sums != rows:
         raise ValueError(f"engram_num_embeddings {rows} differs from the sums of the hash primes {sums}")
     return Geometry(layers, rows, tuple(tuple(table) for table in tables))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows `first_row` to `first_row + rows - 1` of a table, kept in one file on NUMA node `node`."""
+
+    node: int
+    first_row: int
+    rows: int
+
+
+def placement(boundaries: Sequence[tuple[int, int]], nodes: Sequence[int]) -> tuple[Part, ...]:
+    """How a table is split over NUMA nodes: whole sub-tables in row order, as many on each node as can be.
+
+    `boundaries` are (first row, last row) of its sub-tables. One node, or none known, keeps the table whole.
+    """
+    chosen = tuple(nodes)[: len(boundaries)] or (0,)
+    parts = []
+    for index, node in enumerate(chosen):
+        mine = boundaries[len(boundaries) * index // len(chosen) : len(boundaries) * (index + 1) // len(chosen)]
+        parts.append(Part(node, mine[0][0], mine[-1][1] + 1 - mine[0][0]))
+    return tuple(parts)
+
+
+def pages(size: int, page_bytes: int) -> int:
+    """Pages that hold `size` bytes."""
+    return -(-size // page_bytes)
+
+
+@dataclass(frozen=True)
+class RankRange:
+    """What one tensor-parallel rank reads of a layer's table: rows and columns, the ends not included."""
+
+    layer: int
+    rank: int
+    ranks: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+
+def rank_ranges(geometry: Geometry, ranks: int) -> tuple[RankRange, ...]:
+    """Every rank's share of every layer: whole sub-tables (columns), as evenly as can be, rank 0 first."""
+    found = []
+    for index, layer in enumerate(geometry.layers):
+        bounds = geometry.boundaries(index)
+        for rank in range(ranks):
+            first, end = len(bounds) * rank // ranks, len(bounds) * (rank + 1) // ranks
+            rows = (bounds[first][0], bounds[end - 1][1] + 1) if end > first else (0, 0)
+            found.append(RankRange(layer, rank, ranks, rows, (first, end)))
+    return tuple(found)
+
+
+_RANK_LINE = re.compile(
+    r"ds41: Engram layer (\d+): rank (\d+) of (\d+) reads rows \[(\d+), (\d+)\) columns \[(\d+), (\d+)\), "
+    r"(\d+) rows proven"
+)
+
+
+def unproven_rank(lines: Iterable[str], wanted: Sequence[RankRange]) -> str:
+    """'' when the engine's log holds each rank's line with its own range, else what is wrong in one line.
+
+    The engine writes `ds41: Engram layer L: rank R of N reads rows [a, b) columns [c, d), K rows proven` after it has
+    gathered the first and the last row of each of that rank's sub-tables and found the shard's bytes.
+    """
+    said: dict[tuple[int, int], RankRange] = {}
+    for line in lines:
+        match = _RANK_LINE.search(line)
+        if match:
+            layer, rank, ranks, begin, end, first, last, proven = (int(text) for text in match.groups())
+            if proven:
+                said[layer, rank] = RankRange(layer, rank, ranks, (begin, end), (first, last))
+    for item in wanted:
+        found = said.get((item.layer, item.rank))
+        if found is None:
+            return f"rank {item.rank} of {item.ranks} has not proven that it reads the table of layer {item.layer}"
+        if found != item:
+            return (
+                f"rank {item.rank} reads rows {list(found.rows)} of layer {item.layer} as one of {found.ranks} ranks, "
+                f"its own are {list(item.rows)} of {item.ranks}"
+            )
+    return ""
+
+
+def parallel_sizes(argv: Sequence[str]) -> tuple[int, int]:
+    """(tensor parallel, pipeline parallel) of an engine's command line; 1 where it says nothing."""
+    names = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"))
+    sizes = [1, 1]
+    for at, word in enumerate(argv):
+        name, _, value = word.partition("=")
+        for number, known in enumerate(names):
+            text = value or (argv[at + 1] if at + 1 < len(argv) else "")
+            if name in known and text.isdecimal():
+                sizes[number] = int(text)
+    return sizes[0], sizes[1]

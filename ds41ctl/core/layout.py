@@ -43,6 +43,7 @@ class Layout:
     port: int
     dspark: bool
     gpu_groups: tuple[tuple[str, tuple[int, ...]], ...]
+    committed_pins: Path | None = None
 
     @property
     def name(self) -> str:
@@ -60,6 +61,15 @@ class Layout:
         return self.dirs.cache / self.profile.engine.name
 
     @property
+    def pins_path(self) -> Path:
+        """File list of the profile's Hub repositories, as it was first fetched."""
+        return self.dirs.state / "pins" / f"{self.name}.json"
+
+    def source_dir(self, folder: str) -> Path:
+        """Folder of a source's `dir`: below the data folder, or the pack's own when it is empty."""
+        return self.dirs.data / folder if folder else self.model_dir
+
+    @property
     def record_path(self) -> Path:
         """Record of the engine that runs for this profile."""
         return self.dirs.state / "running" / f"{self.name}.json"
@@ -70,11 +80,14 @@ class Layout:
         return self.dirs.runtime / f"{self.name}.sock"
 
 
-def layout(profile: Profile, settings: Settings, dirs: Dirs, *, may_mount: bool) -> Layout:
+def layout(
+    profile: Profile, settings: Settings, dirs: Dirs, *, may_mount: bool, committed_pins: Path | None = None
+) -> Layout:
     """Resolve a profile's paths. `may_mount`: root or `sudo -n` works, so the store may get a mount of its own.
+    `committed_pins`: where a lock committed beside the profile would lie.
 
     Store candidates in order: the folder the user prepared (alone), else a mount of our own below the state
-    folder, else a folder in /dev/shm (tmpfs that every user may write).
+    folder, else a folder in /dev/shm (tmpfs that every user may write). A disk store lies below the data folder.
     """
     groups = dict(profile.hardware.gpu_groups)
     for name, chosen in (("a", settings.gpus_a), ("c", settings.gpus_c)):
@@ -98,6 +111,8 @@ def layout(profile: Profile, settings: Settings, dirs: Dirs, *, may_mount: bool)
         stores = [settings.engram_dir]
     elif profile.engram.dir:
         stores = [Path(profile.engram.dir)]
+    elif profile.engram.storage == "disk":
+        stores = [dirs.data / "engram" / profile.name]
     else:
         stores = [dirs.state / "engram" / profile.name] if may_mount else []
         stores.append(Path("/dev/shm") / f"ds41ctl-{dirs.uid}" / profile.name)  # noqa: S108 - 0700, owner checked
@@ -113,6 +128,7 @@ def layout(profile: Profile, settings: Settings, dirs: Dirs, *, may_mount: bool)
         port=settings.port or profile.serve.port,
         dspark=profile.serve.dspark if settings.dspark is None else settings.dspark,
         gpu_groups=tuple(groups.items()),
+        committed_pins=committed_pins,
     )
 
 

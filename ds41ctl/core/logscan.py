@@ -105,6 +105,7 @@ FINGERPRINTS: tuple[tuple[re.Pattern[str], Fingerprint], ...] = (
     ),
 )
 _LEVEL = re.compile(r"\b(?:INFO|WARNING|DEBUG) \d\d-\d\d ")  # vLLM's line prefix
+_KV_POOL = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 _WINDOW = 400  # log lines a fingerprint is looked for in
 
 
@@ -117,6 +118,7 @@ class LogScan:
         self._counts: dict[str, int] = {}
         self._partial = ""
         self._phase = 0
+        self.kv_pool_tokens: int | None = None
         self.lines: list[str] = []
 
     def feed(self, text: str) -> None:
@@ -133,6 +135,9 @@ class LogScan:
             if PHASES[index][1].search(line):
                 self._phase = index
                 break
+        pool = _KV_POOL.search(line)
+        if pool:
+            self.kv_pool_tokens = int(pool[1].replace(",", ""))
         for marker in (*self._required, *self._forbidden):
             if marker.text in line:
                 self._counts[marker.text] = self._counts.get(marker.text, 0) + 1
@@ -145,6 +150,16 @@ class LogScan:
     def missing(self) -> list[Marker]:
         """Required markers not seen often enough."""
         return [marker for marker in self._required if self._counts.get(marker.text, 0) < marker.count]
+
+    def kv_pool_fault(self, expected: int | None, tolerance: float) -> str:
+        """'' when the KV pool is the expected one or none is expected, else what is wrong with it."""
+        if expected is None:
+            return ""
+        if self.kv_pool_tokens is None:
+            return f"its log states no KV cache size, {expected:,} tokens expected"
+        if abs(self.kv_pool_tokens - expected) > tolerance * expected:
+            return f"its KV cache holds {self.kv_pool_tokens:,} tokens, {expected:,} (within {tolerance:.0%}) expected"
+        return ""
 
     def seen_forbidden(self) -> list[Marker]:
         """Forbidden markers that were seen."""

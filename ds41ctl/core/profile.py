@@ -8,7 +8,14 @@ import re
 import tomllib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.nearest import nearest
@@ -18,7 +25,11 @@ PROFILE_SCHEMA = 1
 # pydantic's regular expressions are Rust's: `$` is the end of the text and does not accept a trailing newline
 Revision = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
+Version = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)+$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
+GpuIndex = Annotated[int, Field(ge=0, le=63)]
+Gib = Annotated[float, Field(gt=0, le=4096)]
 
 
 class _Model(BaseModel):
@@ -28,17 +39,26 @@ class _Model(BaseModel):
 class Hardware(_Model):
     """The machine the profile is for. GPU fields are empty for a profile without GPUs."""
 
-    gpus: int = Field(ge=0, description="number of GPUs")
+    gpus: int = Field(ge=0, le=64, description="number of GPUs")
     gpu_name: str = Field("", description="name as NVML reports it")
-    compute_capability: str = Field("", description="for example 7.0")
-    vram_mib_min: int = Field(0, ge=0, description="smallest acceptable total memory of each GPU, MiB")
-    ram_gib_min: float = Field(ge=0, description="host memory needed beside the Engram store, GiB")
-    gpu_groups: dict[str, tuple[int, ...]] = Field(
+    compute_capability: Version | Literal[""] = Field("", description="for example 7.0")
+    vram_mib_min: int = Field(0, ge=0, le=1 << 20, description="smallest acceptable total memory of each GPU, MiB")
+    ram_gib_min: float = Field(ge=0, le=16384, description="host memory needed beside the Engram store, GiB")
+    gpu_groups: dict[str, tuple[GpuIndex, ...]] = Field(
         default_factory=dict,
         description="tensor-parallel groups by name; each must be all-NVLink when nvlink is set",
     )
+    stage_weights_gib: tuple[Gib, ...] = Field((), description="weights a GPU of each group holds, GiB, in their order")
     nvlink: bool = False
-    p2p: bool = False
+    nvlinks_per_gpu: int = Field(0, ge=0, le=36, description="NVLink ports that must be up on each GPU; 0: not judged")
+    p2p: bool = Field(False, description="the driver must allow peer access between every pair of GPUs")
+    driver_min: Version | Literal[""] = Field("", description="oldest driver that runs the engine's CUDA")
+    driver_branch_max: int = Field(
+        0, ge=0, le=9999, description="newest driver branch that still knows the card; 0: any"
+    )
+    pcie_gen: int = Field(0, ge=0, le=7, description="PCIe generation the numbers were measured with; 0: not judged")
+    pcie_width: int = Field(0, ge=0, le=32, description="PCIe lanes; 0: not judged")
+    power_limit_w: float | None = Field(None, ge=50, le=2000, description="power limit the numbers were measured with")
 
 
 class HubSource(_Model):
@@ -48,6 +68,7 @@ class HubSource(_Model):
     repo: str
     revision: Revision
     patterns: tuple[str, ...] = ("*",)
+    dir: str = Field("", description="folder below the data folder; empty: the pack's own folder")
     what: str = ""
 
 
@@ -72,9 +93,24 @@ Source = Annotated[HubSource | RecipeSource | LocalSource, Field(discriminator="
 class EngramTable(_Model):
     """One Engram layer: `rows` of 264 bytes (256 B F8_E4M3 + 8 B UE8M0), held by `shard`."""
 
-    layer: int = Field(ge=0)
-    rows: int = Field(gt=0)
+    layer: int = Field(ge=0, le=1023)
+    rows: int = Field(gt=0, le=1 << 32)
     shard: str
+
+
+class Graft(_Model):
+    """A hybrid pack made of links: trunk and experts of two packs, some layers' experts of a third one.
+
+    `trunk`, `experts` and `donor` are the `dir` of three sources.
+    """
+
+    trunk: str = Field(description="every tensor that is no routed expert, and the Engram tables")
+    experts: str = Field(description="routed experts of the layers that are not grafted, and the EXL3 settings")
+    donor: str = Field(description="routed experts of the grafted layers")
+    layers: tuple[int, ...] = Field(min_length=1)
+    bits: float = Field(gt=0, le=8, description="K of every grafted matrix, bits a weight")
+    tensors: int = Field(gt=0, description="tensors the hybrid's index must name")
+    grafted: int = Field(gt=0, description="tensors that must come from the donor")
 
 
 class Model(_Model):
@@ -83,9 +119,15 @@ class Model(_Model):
     served_name: str
     dir: str = Field(description="folder below the data folder; DS41_MODEL overrides it")
     sources: tuple[Source, ...]
-    vocab_size: int = Field(gt=0)
-    compressed_vocab_size: int = Field(gt=0, description="ids after the Engram token map")
+    vocab_size: int = Field(gt=0, le=1 << 24)
+    compressed_vocab_size: int = Field(gt=0, le=1 << 24, description="ids after the Engram token map")
     engram: tuple[EngramTable, ...]
+    graft: Graft | None = Field(None, description="set: the pack's folder is built from the sources' folders")
+
+    @property
+    def hub_sources(self) -> tuple[HubSource, ...]:
+        """The sources that are downloaded."""
+        return tuple(source for source in self.sources if isinstance(source, HubSource))
 
     @property
     def engram_layers(self) -> tuple[int, ...]:
@@ -108,9 +150,12 @@ class Engine(_Model):
     wheel: str = Field("", description="venv: file name of the engine wheel when it is not in the lock")
     wheel_url: str = ""
     wheel_sha256: Sha256 | Literal[""] = ""
+    wheel_sums: str = Field("", description="venv: checksum file of the release whose entry pins the wheel")
+    cuda: Version | Literal[""] = Field("", description="CUDA the engine is built for, for example 12.8")
     image: str = Field("", description="container: image reference")
-    image_digest: str = Field("", description="container: sha256:... when the image is published")
+    image_digest: Digest | Literal[""] = Field("", description="container: sha256:... when the image is published")
     build: str = Field("", description="container: how the image is made when it is not published")
+    build_revision: Revision | Literal[""] = Field("", description="container: commit the image is built from")
     notices: tuple[str, ...] = ()
 
 
@@ -118,7 +163,7 @@ class Marker(_Model):
     """A log line that must (or must not) appear while the engine starts; `count` is the least number of times."""
 
     text: str
-    count: int = Field(1, ge=1)
+    count: int = Field(1, ge=1, le=1024)
     why: str = ""
 
 
@@ -131,44 +176,63 @@ class Serve(_Model):
     dspark_argv: tuple[str, ...] = Field((), description="appended while the drafter is on")
     dspark: bool = False
     env: dict[str, str] = Field(default_factory=dict)
-    ready_timeout_s: float = Field(gt=0, description="upper bound of a start; progress is judged long before")
-    stall_timeout_s: float = Field(gt=0, description="a start whose log and CPU time stand still this long is dead")
+    ready_timeout_s: float = Field(gt=0, le=86400, description="upper bound of a start; progress is judged long before")
+    stall_timeout_s: float = Field(
+        gt=0, le=86400, description="a start whose log and CPU time stand still this long is dead"
+    )
     required_markers: tuple[Marker, ...] = ()
     forbidden_markers: tuple[Marker, ...] = ()
-    max_model_len: int = Field(gt=0)
-    max_num_seqs: int = Field(gt=0)
+    max_model_len: int = Field(gt=0, le=1 << 24, description="longest context, tokens")
+    max_num_seqs: int = Field(gt=0, le=4096, description="requests computed at the same time")
+    max_num_batched_tokens: int | None = Field(None, ge=16, le=1 << 20, description="tokens of one engine step")
+    gpu_memory_utilization: float | None = Field(
+        None, ge=0.1, le=0.99, description="share of each GPU the engine may take; 1.0 leaves the driver nothing"
+    )
+    tensor_parallel_size: int | None = Field(None, ge=1, le=64)
+    pipeline_parallel_size: int | None = Field(None, ge=1, le=64)
+    pipeline_cut: int | None = Field(None, ge=1, le=1024, description="first layer of pipeline stage 2")
+    spec_tokens: int | None = Field(
+        None, ge=0, le=64, description="draft tokens while the drafter is on; 0: no drafter"
+    )
+    kv_pool_tokens: int | None = Field(
+        None, ge=1, le=1 << 32, description="KV cache the engine must report at its start, tokens"
+    )
+    kv_pool_tolerance: float = Field(0.01, ge=0, le=0.5, description="accepted deviation from kv_pool_tokens")
+    prompt_logprobs: bool = Field(False, description="clients ask for prompt_logprobs, which needs memory of its own")
 
 
 class Engram(_Model):
     """Where the tables live while the engine runs."""
 
-    storage: Literal["tmpfs", "hugetlb", "none"]
+    storage: Literal["tmpfs", "hugetlb", "disk", "none"] = Field(
+        description="tmpfs and hugetlb are memory; disk reads each row from a drive, for machines without the memory"
+    )
     dir: str = Field("", description="absolute folder; empty: chosen below /dev/shm or the state folder")
-    size_gib: float = Field(0, ge=0, description="tmpfs size; 0 computes it from the tables")
-    page: Literal["", "4K", "2M", "1G"] = ""
+    size_gib: float = Field(0, ge=0, le=16384, description="tmpfs size; 0 computes it from the tables")
+    page: Literal["", "4K", "2M", "1G"] = Field("", description="page size; empty: the best there is")
 
 
 class Clocks(_Model):
     """SM clock to lock. None leaves the clocks alone."""
 
-    sm_mhz: int | None = None
-    governor: str = ""
+    sm_mhz: int | None = Field(None, ge=100, le=5000)
+    governor: Literal["", "performance", "powersave", "schedutil", "ondemand", "conservative", "userspace"] = ""
 
 
 class Smoke(_Model):
     """What the model behind this profile can be asked."""
 
     canaries: str = Field(description="folder of profiles/packs with trained canaries, or `random` for a real model")
-    copies: int = Field(20, ge=1)
+    copies: int = Field(20, ge=1, le=1000)
     images: bool = True
-    needle_tokens: int = Field(1300, ge=0, description="length of the needle prompt, tokens; 0 skips it")
+    needle_tokens: int = Field(1300, ge=0, le=1 << 24, description="length of the needle prompt, tokens; 0 skips it")
     image_limit: int | None = Field(None, ge=1, description="pictures a prompt may hold; None: no limit is checked")
     restart_exact: bool = Field(False, description="prompt log-probabilities are bit-identical after a restart")
     perplexity_change_max: float = Field(0.01, ge=0, le=1, description="share of perplexity that may be lost")
     kl_max: float | None = Field(None, gt=0, description="largest mean KL per position to a reference, nats")
     batch_exact: bool = Field(False, description="answers in a batch must be those of a request alone")
     decode_tps_expected: float | None = Field(
-        None, description="streamed decode rate published for this profile, tok/s"
+        None, gt=0, le=1e6, description="streamed decode rate published for this profile, tok/s"
     )
 
 
@@ -234,34 +298,17 @@ class Profile(_Model):
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
-        if self.schema_version != PROFILE_SCHEMA:
-            raise ValueError(f"schema {self.schema_version} is not known (this version reads {PROFILE_SCHEMA})")
-        used = [index for group in self.hardware.gpu_groups.values() for index in group]
-        if len(used) != len(set(used)):
-            raise ValueError("hardware.gpu_groups overlap: each GPU belongs to one group")
-        if self.hardware.gpu_groups and len(used) != self.hardware.gpus:
-            raise ValueError(f"hardware.gpu_groups name {len(used)} GPUs, hardware.gpus says {self.hardware.gpus}")
-        if self.engine.kind == "container" and not self.engine.image:
-            raise ValueError("engine.image is missing for a container engine")
         tree = self.model_dump(by_alias=True)
         # the defaults of these two are the project's own; what a profile sets needs a source
         tree |= {"soak": self.soak.model_dump(exclude_unset=True), "bench": self.bench.model_dump(exclude_unset=True)}
-        uncovered = [key for key in _number_keys(tree) if not self._source_of(key)]
-        if uncovered:
-            raise ValueError("numbers without a source in [provenance]: " + ", ".join(uncovered))
+        faults = disagreements(tree)
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
-
-    def _source_of(self, key: str) -> str:
-        parts = key.split(".")
-        for end in range(len(parts), 0, -1):
-            source = self.provenance.get(".".join(parts[:end]))
-            if source:
-                return source
-        return ""
 
     def source_of(self, key: str) -> str:
         """Source of the number at dotted `key` (longest matching prefix), '' when none is given."""
-        return self._source_of(key)
+        return _source(self.provenance, key)
 
     def digest(self) -> str:
         """sha256 of the profile's canonical JSON: what runs and reports are compared by."""
@@ -269,7 +316,110 @@ class Profile(_Model):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-_UNSOURCED = {"schema", "hardware.gpus", "serve.port"}  # structure and choice, not measurements
+def disagreements(tree: dict[str, Any]) -> list[str]:
+    """What the parts of a profile say against each other, one line with its path each.
+
+    Works on the raw tree, valid or not, so that these problems are named together with those of single fields.
+    """
+    engine, hardware, serve = (_table(tree, name) for name in ("engine", "hardware", "serve"))
+    faults = []
+    if tree.get("schema") != PROFILE_SCHEMA:
+        faults.append(f"schema: {tree.get('schema')} is not known (this version reads {PROFILE_SCHEMA})")
+    faults += _group_faults(hardware)
+    faults += _pin_faults(engine)
+    faults += _argv_faults(serve)
+    faults += _graft_faults(_table(tree, "model"))
+    if serve.get("host") == "":
+        faults.append("serve.host: is empty")
+    provenance = _table(tree, "provenance")
+    uncovered = [key for key in _number_keys(tree) if not _source(provenance, key)]
+    if uncovered:
+        faults.append("provenance: numbers without a source: " + ", ".join(uncovered))
+    return faults
+
+
+def _table(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    found = tree.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _source(provenance: dict[str, Any], key: str) -> str:
+    """The entry of the longest prefix of a dotted key, '' when there is none."""
+    parts = key.split(".")
+    for end in range(len(parts), 0, -1):
+        source = provenance.get(".".join(parts[:end]))
+        if source:
+            return str(source)
+    return ""
+
+
+def _graft_faults(model: dict[str, Any]) -> list[str]:
+    graft, sources = _table(model, "graft"), model.get("sources")
+    dirs = {source.get("dir") for source in sources or () if isinstance(source, dict)} - {"", None}
+    parts = ("trunk", "experts", "donor") if graft else ()
+    return [f"model.graft.{part}: is the dir of no source" for part in parts if graft.get(part) not in dirs]
+
+
+def _group_faults(hardware: dict[str, Any]) -> list[str]:
+    faults = []
+    groups = _table(hardware, "gpu_groups")
+    used = [index for group in groups.values() if isinstance(group, list | tuple) for index in group]
+    if len(used) != len(set(map(str, used))):
+        faults.append("hardware.gpu_groups: overlap; each GPU belongs to one group")
+    if groups and len(used) != hardware.get("gpus"):
+        faults.append(f"hardware.gpu_groups: name {len(used)} GPUs, hardware.gpus says {hardware.get('gpus')}")
+    weights = hardware.get("stage_weights_gib") or ()
+    if isinstance(weights, list | tuple) and weights and len(weights) != len(groups):
+        faults.append(f"hardware.stage_weights_gib: {len(weights)} values for {len(groups)} gpu_groups")
+    return faults
+
+
+def _pin_faults(engine: dict[str, Any]) -> list[str]:
+    """Every engine is pinned by a digest, a checksum file's entry, a lock with digests, or a full commit."""
+    faults = []
+    if engine.get("wheel") and not (engine.get("wheel_sha256") or engine.get("wheel_sums")):
+        faults.append("engine.wheel: nothing pins it; give wheel_sha256, or wheel_sums (a SHA256SUMS of the release)")
+    if engine.get("kind") == "container":
+        if not engine.get("image"):
+            faults.append("engine.image: is missing for a container engine")
+        elif not (engine.get("image_digest") or engine.get("build_revision")):
+            faults.append("engine.image: nothing pins it; give image_digest, or build_revision (a full commit)")
+    return faults
+
+
+def _argv_faults(serve: dict[str, Any]) -> list[str]:
+    """The engine is told what the profile says: an option and the field that judges it agree."""
+    faults = []
+    argv = serve.get("argv")
+    words = tuple(str(word) for word in argv) if isinstance(argv, list | tuple) else ()
+    for option in (
+        "--max-model-len",
+        "--max-num-seqs",
+        "--max-num-batched-tokens",
+        "--gpu-memory-utilization",
+        "--tensor-parallel-size",
+        "--pipeline-parallel-size",
+    ):
+        field = option.removeprefix("--").replace("-", "_")
+        value, told = serve.get(field), option_value(words, option)
+        if value is not None and told is not None and "$" not in told and told != str(value):
+            faults.append(f"serve.{field}: {value} here, {option} {told} in serve.argv")
+    return faults
+
+
+def option_value(argv: tuple[str, ...], option: str) -> str | None:
+    """Value of `--option value` or `--option=value` (the last one counts), None when it is not given."""
+    found = None
+    for position, word in enumerate(argv):
+        if word == option and position + 1 < len(argv):
+            found = argv[position + 1]
+        elif word.startswith(option + "="):
+            found = word.removeprefix(option + "=")
+    return found
+
+
+# structure and choice, not measurements
+_UNSOURCED = {"schema", "hardware.gpus", "serve.port", "serve.kv_pool_tolerance"}
 
 
 def _number_keys(tree: Any, prefix: str = "") -> list[str]:
@@ -283,9 +433,9 @@ def _number_keys(tree: Any, prefix: str = "") -> list[str]:
     if isinstance(tree, list | tuple):
         found: list[str] = []
         for sub in tree:
-            if isinstance(sub, dict) and not prefix.endswith("_markers"):
+            if not isinstance(sub, dict) or not prefix.endswith("_markers"):
                 found += _number_keys(sub, prefix)
-        return found
+        return list(dict.fromkeys(found))
     return []
 
 
@@ -300,6 +450,9 @@ def problems(error: ValidationError, tree: dict[str, Any]) -> list[str]:
             lines.append(f"unknown key {where}" + (f"; did you mean {hint}?" if hint else ""))
         else:
             text = re.sub(r"^Value error, ", "", item["msg"])
+            if item["type"] == "value_error" and not where:
+                lines += text.splitlines()
+                continue
             found = item.get("input")
             shown = "" if isinstance(found, dict | list | tuple) or item["type"] == "missing" else f", found {found!r}"
             lines.append(f"{where}: {text}{shown}" if where else text)
@@ -324,9 +477,11 @@ def parse_profile(text: str, origin: str) -> Profile:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{origin}: not valid TOML: {error}") from None
     try:
-        return Profile.model_validate(tree)
+        # strict: `port = true` is not 1 and `port = "8011"` is not 8011; by way of JSON, whose arrays may be tuples
+        return Profile.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         lines = problems(error, tree)
+        lines += [line for line in disagreements(tree) if line not in lines]
         message = f"{origin}: {lines[0]}" if len(lines) == 1 else f"{origin}: {len(lines)} problems"
         raise ConfigError(
             message, detail=lines if len(lines) > 1 else (), hints=("ds41ctl profile check FILE",)

@@ -37,6 +37,9 @@ class Settings(BaseSettings):
     data_dir: Path | None = Field(None, description="packs and engines (default: XDG data folder)")
     state_dir: Path | None = Field(None, description="runs, logs, records of running engines")
     cache_dir: Path | None = Field(None, description="compiler and bytecode caches of the engine")
+    xet: bool | None = Field(
+        None, description="fetch from Xet storage (1) or by plain HTTP (0); default: Xet for the Hub, not for a mirror"
+    )
     debug: bool = Field(False, description="show tracebacks of internal errors")
 
     @field_validator("gpus_a", "gpus_c", mode="before")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ds41ctl.adapters import files, pack, store
+from pathlib import Path
+
+from ds41ctl.adapters import files, pack, store, storebuild, storeplace
 from ds41ctl.core.engram import Geometry, geometry
 from ds41ctl.core.errors import IntegrityError, NotFoundError
 from ds41ctl.core.layout import Layout
@@ -48,7 +50,7 @@ class EngramBuild:
             True,
             f"{len(facts.layers)} tables, {facts.bytes_present / 2**20:.1f} MiB, {facts.page_kind}, "
             f"{rows} rows checked",
-            {"dir": facts.dir, "rows_checked": rows, "page_kind": facts.page_kind},
+            {"dir": facts.dir, "data_dir": facts.data_dir, "rows_checked": rows, "page_kind": facts.page_kind},
         )
 
     def do(self, progress: Progress) -> None:
@@ -57,8 +59,18 @@ class EngramBuild:
         facts = store.inspect(self.layout)
         if facts.exists:
             progress(f"building again: {facts.problem or 'rows differ from the shards'}", {})
-        with files.locked(self.layout.dirs.state / "locks" / f"engram-{self.layout.name}.lock", "building the store"):
-            store.build(self.layout, found, progress)
+        with files.locked(_lock(self.layout), "building the store"):
+            storebuild.build(self.layout, found, progress)
+
+
+def _lock(layout: Layout) -> Path:
+    return layout.dirs.state / "locks" / f"engram-{layout.name}.lock"
+
+
+def drop(layout: Layout) -> list[str]:
+    """Remove the store, its mount and its reserved hugepages; returns what was removed."""
+    with files.locked(_lock(layout), "removing the store"):
+        return storeplace.release(layout)
 
 
 def verify(layout: Layout, *, full: bool) -> tuple[int, str]:
@@ -69,4 +81,6 @@ def verify(layout: Layout, *, full: bool) -> tuple[int, str]:
     fault = store.problem(layout, folder)
     if fault:
         return 0, fault
-    return store.compare_rows(layout, folder, pack_geometry(layout), per_sub_table=None if full else QUICK_ROWS)
+    if full:
+        return store.compare_all(layout, folder)
+    return store.compare_sample(layout, folder, pack_geometry(layout), QUICK_ROWS)

@@ -1,73 +1,110 @@
-"""fetch: every pinned file of the pack arrives once, whole, and is published only when its sha256 matches."""
+"""fetch: every pinned file of the pack arrives once, whole, and is published only when its digest matches."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from ds41ctl.adapters import files, mounts, pack
+from ds41ctl.adapters import download, files, mounts, pack, part, pins
+from ds41ctl.adapters.hub import Hub
+from ds41ctl.adapters.pack import Checked, Expected, Holding
+from ds41ctl.adapters.transfer import Order, State, Summary, Transfer
 from ds41ctl.core import packgen
 from ds41ctl.core.errors import IntegrityError, NoSpaceError, UnsupportedError
 from ds41ctl.core.layout import Layout
 from ds41ctl.steps.runner import Goal, Progress
 
 SPACE_MARGIN = 1.02  # filesystem metadata and blocks only partly used
+CONNECTIONS = 8
+TELL_EVERY_S = 1.0  # a download of hours must not fill its own journal
+
+
+@contextlib.contextmanager
+def locked_folders(folders: Sequence[Path], what: str) -> Iterator[None]:
+    """Hold the lock of every folder, in one order for everybody; raises LockedError naming the holder."""
+    with contextlib.ExitStack() as held:
+        for folder in sorted(set(folders)):
+            held.enter_context(files.locked(folder / pack.LOCK_FILE, what))
+        yield
+
+
+class Told:
+    """Progress at most every TELL_EVERY_S, from one thread at a time (a journal takes no two at once)."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._at, self._lock = progress, 0.0, threading.Lock()
+
+    def __call__(self, text: str, data: dict[str, Any]) -> None:
+        """Tell, unless it was told a moment ago."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._at >= TELL_EVERY_S:
+                self._at = now
+                self._progress(text, data)
+
+
+def hash_all(wanted: Sequence[tuple[Path, Expected]], progress: Progress) -> list[Checked]:
+    """Hash files on all cores, telling how far it is; each with what is wrong with it."""
+    total = sum(item.size for _, item in wanted)
+    done, began, tell = [0], time.monotonic(), Told(progress)
+
+    def count(number: int, item: Expected) -> None:
+        done[0] += number  # a lost update of two threads costs a rounding in a progress line
+        rate = done[0] / max(time.monotonic() - began, 0.001)
+        tell(
+            f"hashing {item.name}",
+            {"bytes": done[0], "total": total, "rate": rate, "eta_s": max(0.0, total - done[0]) / rate},
+        )
+
+    return list(pack.hash_all(wanted, count))
 
 
 class Fetch:
-    """Materialise a recipe's pack, file by file."""
+    """Bring what is missing, from a recipe or from Hub repositories; what is there is proven, not trusted."""
 
     name = "fetch"
 
-    def __init__(self, layout: Layout, *, verify: bool = False, repair: bool = False) -> None:
-        self.layout = layout
-        self.hash_everything = verify
-        self.repair = repair
-        self._hashed: set[str] = set()
-
-    def _bad(self) -> list[tuple[pack.Expected, str]]:
-        """Files that are not the pinned ones, with the reason; an untrusted sidecar costs one hash."""
-        bad = []
-        for item in pack.expected(self.layout.profile):
-            reason = pack.file_problem(self.layout.model_dir, item, hash_it=False)
-            same_size = reason and (self.layout.model_dir / item.name).is_file() and "bytes, expected" not in reason
-            if (self.hash_everything and item.name not in self._hashed and not reason) or same_size:
-                reason = pack.file_problem(self.layout.model_dir, item, hash_it=True)
-                self._hashed.add(item.name)
-                if not reason:
-                    pack.write_sidecar(self.layout.model_dir / item.name, item)
-            if reason:
-                bad.append((item, reason))
-        return bad
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        repair: bool = False,
+        connections: int = CONNECTIONS,
+        hub: Callable[[], Hub] = Hub.of_environment,
+    ) -> None:
+        self.layout, self.repair, self.connections, self._hub = layout, repair, connections, hub
+        self._summary: Summary | None = None
 
     def check(self) -> Goal:
-        """All files there and vouched for."""
-        wanted = pack.expected(self.layout.profile)
-        if not wanted:
+        """All files there and vouched for by their sidecars: no byte is read."""
+        held = pack.holdings(self.layout)
+        if held is None:
+            return Goal(False, "the file list of the pack was not fetched yet")
+        if not held:
             return self._unpinned()
-        bad = self._bad()
+        bad = pack.quick(held)
+        count = sum(len(holding.items) for holding in held)
         if bad:
-            item, reason = bad[0]
-            return Goal(False, f"{len(bad)} of {len(wanted)} files: {item.name} is {reason}")
-        total = sum(item.size for item in wanted)
-        how = "every byte hashed" if self.hash_everything else "sha256 verified"
-        return Goal(
-            True,
-            f"{len(wanted)} files, {total / 2**20:.0f} MiB, {how}",
-            {"bytes": total, "files": len(wanted)},
-        )
+            _, item, reason = bad[0]
+            return Goal(False, f"{len(bad)} of {count} files: {item.name} is {reason}")
+        total = sum(item.size for holding in held for item in holding.items)
+        text = f"{count} files, {total / 2**20:,.0f} MiB, sha256 verified"
+        data: dict[str, Any] = {"bytes": total, "files": count}
+        if self._summary is not None:
+            text += "".join(
+                f", {amount / 2**20:,.0f} MiB by {label}" for label, amount in self._summary.received.items()
+            )
+            text += f", {self._summary.resumed / 2**20:,.0f} MiB from an earlier run" if self._summary.resumed else ""
+            data |= {"received": dict(self._summary.received), "resumed": self._summary.resumed}
+        return Goal(True, text, data)
 
     def _unpinned(self) -> Goal:
         folder = self.layout.model_dir
-        if pack.from_hub(self.layout.profile):
-            raise UnsupportedError(
-                f"this version cannot download the pack of {self.layout.name} from the Hub",
-                hints=(
-                    *self.layout.profile.lacks,
-                    f"DS41_MODEL=FOLDER uses a pack you downloaded (now: {folder})",
-                ),
-            )
-        facts = pack.inspect(self.layout.profile, folder)
+        facts = pack.inspect(self.layout)
         if not facts.exists or facts.index_names is None:
             raise IntegrityError(f"no pack in {folder}", hints=("DS41_MODEL=FOLDER",))
         if facts.problems:
@@ -75,52 +112,179 @@ class Fetch:
         return Goal(True, f"local folder, {facts.index_names} tensors indexed, bytes not pinned")
 
     def do(self, progress: Progress) -> None:
-        """Write what is missing or wrong. A wrong file is replaced only with `repair` or when it was never whole."""
-        folder = self.layout.model_dir
-        recipe = pack.recipe(self.layout.profile)
-        if recipe is None:
+        """Prove what is there, write what is missing. A wrong file is replaced only with `repair`."""
+        folders = {self.layout.source_dir(source.dir) for source in self.layout.profile.model.hub_sources}
+        with locked_folders([*folders] or [self.layout.model_dir], f"fetching {self.layout.name}"):
+            held = self._pinned(progress)
+            bad = self._proven(held, progress)
+            _sweep(held, bad)
+            corrupt = [(folder, item, reason) for folder, item, reason in bad if reason != pack.MISSING]
+            if corrupt and not self.repair:
+                folder, item, reason = corrupt[0]
+                raise IntegrityError(
+                    f"{folder / item.name}: {reason}" + (f" (and {len(corrupt) - 1} more)" if corrupt[1:] else ""),
+                    hints=_advice(reason),
+                )
+            _demand_space(bad)
+            for folder, item, _ in corrupt:
+                _quarantine(folder / item.name, progress)
+            try:
+                if pack.recipe(self.layout.profile) is not None:
+                    self._generate(bad, progress)
+                else:
+                    self._download(bad, progress)
+            except OSError as error:
+                raise files.os_error(error, f"writing {error.filename or 'the pack'}") from error
+
+    def _pinned(self, progress: Progress) -> tuple[Holding, ...]:
+        held = pack.holdings(self.layout)
+        if held is None:
+            hub = self._hub()
+            progress(f"file lists from {hub.name}", {})
+            pins.ensure(self.layout, hub)
+            held = pack.holdings(self.layout)
+        if not held:
             raise UnsupportedError(f"nothing in this version can make the pack of {self.layout.name}")
-        bad = self._bad()
-        corrupt = [(item, reason) for item, reason in bad if reason != "missing"]
-        if corrupt and not self.repair:
-            item, reason = corrupt[0]
-            raise IntegrityError(
-                f"{folder / item.name}: {reason}" + (f" (and {len(corrupt) - 1} more)" if corrupt[1:] else ""),
-                hints=("ds41ctl fetch --repair   # quarantines the file and makes it again",),
-            )
-        need = int(sum(item.size for item, _ in bad) * SPACE_MARGIN)
-        free = mounts.free_bytes(folder)
-        if free < need:
-            raise NoSpaceError(
-                f"the pack needs {need} bytes in {folder}, {free} are free",
-                hints=(f"df -h {mounts.existing_parent(folder)}",),
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob("*" + files.PART_SUFFIX):
-            leftover.unlink()
-        for item, reason in bad:
+        return held
+
+    def _proven(self, held: Sequence[Holding], progress: Progress) -> list[Checked]:
+        """What is not the pinned file. A file of the right size whose sidecar says too little is hashed once;
+        `repair` believes no sidecar."""
+        bad = pack.quick(held)
+        unsure = [(folder, item) for folder, item, reason in bad if _only_sidecar(folder, item, reason)]
+        if self.repair:
+            named = {(folder, item.name) for folder, item, _ in bad}
+            trusted = [(h.folder, item) for h in held for item in h.items if (h.folder, item.name) not in named]
+            unsure += trusted
+            bad += [(folder, item, "") for folder, item in trusted]
+        hashed = {(folder, item.name): reason for folder, item, reason in hash_all(unsure, progress)}
+        judged = [(folder, item, hashed.get((folder, item.name), reason)) for folder, item, reason in bad]
+        return [entry for entry in judged if entry[2]]
+
+    def _generate(self, bad: Sequence[Checked], progress: Progress) -> None:
+        recipe = pack.recipe(self.layout.profile)
+        assert recipe is not None  # noqa: S101 - the caller asked
+        for folder, item, _ in bad:
             path = folder / item.name
-            if reason != "missing":
-                self._quarantine(path, progress)
-            files.publish(path, self._counted(recipe, item, progress), sha256=item.sha256)
+            for leftover in (files.part(path), part.part_path(path, item.identity)):
+                leftover.unlink(missing_ok=True)
+            files.publish(path, _counted(recipe, item, progress), sha256=item.sha256)
             pack.write_sidecar(path, item)
 
-    def _quarantine(self, path: object, progress: Progress) -> None:
-        from pathlib import Path
+    def _download(self, bad: Sequence[Checked], progress: Progress) -> None:
+        if not bad:
+            return
+        hub = self._hub()
+        hub.demand_online("the pack")
+        client = download.Client(hub.endpoint, hub.token, hub.limits)
+        stores = {(item.repo, item.revision): hub.xet_store(client, item.repo, item.revision) for _, item, _ in bad}
 
-        source = Path(str(path))
-        target = source.with_name(source.name + ".bad")
-        if source.is_dir() and not source.is_symlink():
-            raise IntegrityError(f"{source} is a folder, expected a file", hints=(f"mv {source} {source}.aside",))
-        source.rename(target)
-        with contextlib.suppress(FileNotFoundError):
-            source.with_name(source.name + pack.SIDECAR).unlink()
-        progress(f"{source.name} quarantined as {target.name}", {})
+        def order(folder: Path, item: Expected) -> Order:
+            target = folder / item.name
+            _demand_inside(folder, target)
+            pinned = download.Pinned(
+                item.name, item.size, item.revision, tuple(d for d in (item.sha256, item.git_oid) if d)
+            )
+            sources: list[download.Source] = []
+            if hub.xet and item.xet:
+                sources.append(stores[item.repo, item.revision].file(item.xet, item.size, item.name))
+            sources.append(download.HttpFile(client, hub.url(item.repo, item.revision, item.name), pinned))
+            return Order(
+                target,
+                item.size,
+                item.digest,
+                tuple(sources),
+                lambda sha256: pack.write_sidecar(target, item, sha256),
+            )
 
-    @staticmethod
-    def _counted(recipe: packgen.PackRecipe, item: pack.Expected, progress: Progress) -> Iterator[bytes]:
-        done = 0
-        for chunk in packgen.generate(recipe, item.name):
-            done += len(chunk)
-            progress(item.name, {"bytes": done, "total": item.size})
-            yield chunk
+        tell = Told(progress)
+        way = "Xet where the Hub has it" if hub.xet else "plain HTTP"
+        progress(f"{len(bad)} files from {hub.name}, {way}", {"note": True})
+        transfer = Transfer(
+            [order(folder, item) for folder, item, _ in bad],
+            connections=self.connections,
+            limits=hub.limits,
+            progress=lambda state: tell(_line(state), _numbers(state)),
+            note=lambda text: progress(text, {"note": True}),
+        )
+        try:
+            self._summary = transfer.run()
+        finally:
+            client.close()
+
+
+def _advice(reason: str) -> tuple[str, ...]:
+    if reason == pack.LINK_OUT:  # typical of the Hub client's cache: the bytes may well be right, but not here
+        return ("move the bytes into the folder: hf download --local-dir, or cp -L",)
+    return ("ds41ctl fetch --repair   # quarantines the file and gets it again",)
+
+
+def _sweep(held: Sequence[Holding], bad: Sequence[Checked]) -> None:
+    """Remove what a killed run left of files that are there by now."""
+    wanted = {(folder, item.name) for folder, item, _ in bad}
+    for holding in held:
+        for item in holding.items:
+            if (holding.folder, item.name) not in wanted:
+                arriving = part.part_path(holding.folder / item.name, item.identity)
+                for path in (arriving, arriving.with_name(arriving.name + part.JOURNAL_SUFFIX)):
+                    path.unlink(missing_ok=True)
+
+
+def _only_sidecar(folder: Path, item: Expected, reason: str) -> bool:
+    """True when the file has its place and size, and only its sidecar does not vouch for it."""
+    return reason != pack.MISSING and pack.place_problem(folder, item) == ""
+
+
+def _demand_inside(folder: Path, target: Path) -> None:
+    parent = mounts.existing_parent(target.parent)
+    if not parent.resolve().is_relative_to(folder.resolve()) and parent.is_relative_to(folder):
+        raise IntegrityError(f"{target.parent} is a symlink that leaves {folder}", hints=(f"ls -ld {target.parent}",))
+
+
+def _demand_space(bad: Sequence[Checked]) -> None:
+    """Raise NoSpaceError when what is still to be written does not fit its filesystem, before a byte is."""
+    needs: dict[int, tuple[Path, int]] = {}
+    for folder, item, reason in bad:
+        claimed = part.claimed(folder / item.name, item.identity) if reason == pack.MISSING else 0
+        device = mounts.existing_parent(folder).stat().st_dev
+        first, need = needs.get(device, (folder, 0))
+        needs[device] = (first, need + item.size - claimed)
+    for folder, need in needs.values():
+        wanted, free = int(need * SPACE_MARGIN), mounts.free_bytes(folder)
+        if free < wanted:
+            raise NoSpaceError(
+                f"the pack needs {wanted} bytes in {folder}, {free} are free",
+                hints=(f"df -h {mounts.existing_parent(folder)}",),
+            )
+
+
+def _quarantine(path: Path, progress: Progress) -> None:
+    if path.is_dir() and not path.is_symlink():
+        raise IntegrityError(f"{path} is a folder, expected a file", hints=(f"mv {path} {path}.aside",))
+    target = path.with_name(path.name + pack.QUARANTINE)
+    path.rename(target)
+    path.with_name(path.name + pack.SIDECAR).unlink(missing_ok=True)
+    progress(f"{path.name} quarantined as {target.name}", {})
+
+
+def _counted(recipe: packgen.PackRecipe, item: Expected, progress: Progress) -> Iterator[bytes]:
+    done = 0
+    for chunk in packgen.generate(recipe, item.name):
+        done += len(chunk)
+        progress(item.name, {"bytes": done, "total": item.size})
+        yield chunk
+
+
+def _line(state: State) -> str:
+    shown = [f"{name} {100 * done / size if size else 100:.0f} %" for name, done, size in state.active]
+    return f"{len(shown)} files: " + ", ".join(shown[:3]) + (" ..." if shown[3:] else "") if shown else "finishing"
+
+
+def _numbers(state: State) -> dict[str, Any]:
+    return {
+        "bytes": state.done,
+        "total": state.total,
+        "rate": state.rate,
+        "eta_s": state.eta_s,
+        "files": {name: done for name, done, _ in state.active},
+    }

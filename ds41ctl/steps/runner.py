@@ -62,13 +62,16 @@ class Runner:
     def _tell(self, type: Any, **fields: Any) -> None:
         self._listener(self.journal.emit(type, **fields))
 
-    def step(self, step: Step) -> None:
-        """Run one step. Raises what the step raises, or Ds41Error when its goal is not reached afterwards."""
+    def step(self, step: Step, *, always: bool = False) -> None:
+        """Run one step. Raises what the step raises, or Ds41Error when its goal is not reached afterwards.
+
+        `always`: do it even when its goal looks reached (`--repair` believes no cheap look).
+        """
         started = self._start(step.name)
         try:
             goal = step.check()
             state: StepState = "already"
-            if not goal.reached:
+            if always or not goal.reached:
                 step.do(self._progress(step.name))
                 goal = step.check()
                 state = "ok"

@@ -19,6 +19,7 @@ from ds41ctl.adapters import pane as pane_module
 from ds41ctl.adapters.http import EngineClient, HttpFault, Limits
 from ds41ctl.adapters.paths import private_dir
 from ds41ctl.adapters.running import Running
+from ds41ctl.core.engram import parallel_sizes, rank_ranges, unproven_rank
 from ds41ctl.core.errors import (
     AlreadyRunningError,
     DetachedError,
@@ -31,7 +32,7 @@ from ds41ctl.core.errors import (
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.logscan import LogScan
 from ds41ctl.core.plan import INHERITED, RUN_MARKER, engine_argv, engine_env
-from ds41ctl.steps import stop
+from ds41ctl.steps import engram, stop
 from ds41ctl.steps.runner import Goal, Progress
 
 POLL_S = 0.25  # how often a start looks at the process: a death is named well within 5 s
@@ -292,18 +293,40 @@ class Serve:
                 detail=(marker.why,) if marker.why else (),
                 hints=("ds41ctl logs",),
             )
+        serve = self.layout.profile.serve
+        fault = scan.kv_pool_fault(serve.kv_pool_tokens, serve.kv_pool_tolerance)
+        if fault:
+            raise EngineDiedError(f"the engine answers, but {fault}", hints=("ds41ctl logs",))
+        fault = self._unproven_rank(record)
+        if fault:
+            raise EngineDiedError(
+                f"the engine answers, but {fault}",
+                detail=("a rank that reads another rank's rows raises no error and spoils copies",),
+                hints=("ds41ctl engram verify", "ds41ctl logs"),
+            )
         if not self._maps_store(record):
             raise EngineDiedError(
-                f"the engine answers, but none of its processes maps the Engram store in {store.locate(self.layout)}",
+                f"the engine answers, but not every rank of it maps the Engram store in {store.locate(self.layout)}",
                 hints=("ds41ctl logs",),
             )
 
+    def _unproven_rank(self, record: Running) -> str:
+        """'' when the log of our own engine says of every rank that it reads its own rows; else what is missing."""
+        profile = self.layout.profile
+        if profile.engram.storage == "none" or not profile.engine.plugin:
+            return ""
+        ranks, _ = parallel_sizes(record.argv)
+        wanted = rank_ranges(engram.pack_geometry(self.layout), ranks)
+        with Path(record.log).open(encoding="utf-8", errors="replace") as log:
+            return unproven_rank(log, wanted)
+
     def _maps_store(self, record: Running) -> bool:
-        """True when a process of the engine maps the store (or the profile keeps none)."""
+        """True when as many processes of the engine map the store as it has ranks (or the profile keeps none)."""
         if self.layout.profile.engram.storage == "none":
             return True
         ours = {item.pid for item in proc.family(record.pid, record.marker)}
-        return bool(ours & set(store.mapped_by(store.locate(self.layout))))
+        ranks, _ = parallel_sizes(record.argv)
+        return len(ours & set(store.mapped_by(store.locate(self.layout)))) >= ranks
 
 
 @dataclass

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ds41ctl.adapters import host, proc, running, tmux
+from ds41ctl.adapters import clocks, host, proc, running, tmux
 from ds41ctl.adapters.running import Running
 from ds41ctl.core.errors import FindingsError
 from ds41ctl.core.layout import Layout
+from ds41ctl.core.lease import Process
 
 GRACE_S = 60.0  # SIGTERM to SIGKILL; the CPU engine needs about 2 s, eight GPU workers some more
 PORT_WAIT_S = 5.0
@@ -41,6 +42,8 @@ def end(layout: Layout, record: Running) -> Stopped:
     if family and not problems and not _port_closed(record):
         holder = host.probe_port(record.host, record.port).holder
         problems.append(f"port {record.port} is still in use" + (f" by {proc.describe(holder.pid)}" if holder else ""))
+    owner = Process(pid=record.pid, start_ticks=record.start_ticks)
+    problems += [f"clock not reset: {fault}" for fault in clocks.release(layout.dirs.state, layout.name, of=owner)]
     if problems:
         raise FindingsError(
             f"{record.profile} was asked to stop, but something of it is left",

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ds41ctl.adapters import files, pack, store
+from tests.bench import fetch
+from tests.fakes import nvml
 
 MIB = 1 << 20
 ROUNDS = 5
@@ -34,6 +36,43 @@ def row(what: str, ours: Callable[[], object], peer_name: str, peer: Callable[[]
     mine, theirs = median(ours), median(peer)
     rate = f"{mib / mine:7.0f} MiB/s" if mib else f"{mine * 1000:7.1f} ms   "
     print(f"{what:<44} {rate}   {mine / theirs:5.2f} x {peer_name}")
+
+
+BREAKDOWN = """
+import os, time
+t0 = time.perf_counter()
+import preflight, pynvml
+from ds41ctl.adapters import host, nvml
+from ds41ctl.adapters.probe import probe
+from ds41ctl.cli.session import open_session
+t1 = time.perf_counter()
+session = open_session("v100-pp2tp4")
+t2 = time.perf_counter()
+assert len(nvml.survey().gpus) == 8
+t3 = time.perf_counter()
+facts = probe(session.layout)
+t4 = time.perf_counter()
+findings = preflight.run(session.profile, facts)
+t5 = time.perf_counter()
+print(f"imports {t1 - t0:.3f} s, profile {t2 - t1:.3f} s, probe {t4 - t3:.3f} s (of it NVML {t3 - t2:.3f} s), "
+      f"{len(findings)} checks {t5 - t4:.3f} s")
+"""
+
+
+def preflight_of_a_played_machine(folder: Path) -> None:
+    """Level 1 on a fake 8x V100: the wall time of the command, and what it is made of."""
+    library = nvml.build(folder)
+    if library is None:
+        print("preflight, level 1, on a fake 8x V100          no C compiler")
+        return
+    driver = nvml.Driver(library, folder / "driver")
+    driver.play(nvml.v100())
+    environ = {**driver.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    argv = [sys.executable, "-m", "ds41ctl", "preflight", "--profile", "v100-pp2tp4", "--json"]
+    wall = median(lambda: subprocess.run(argv, env=environ, capture_output=True, check=False))
+    print(f"{'preflight, level 1, on a fake 8x V100':<44} {wall * 1000:7.1f} ms     (nvidia-smi -q: no card here)")
+    done = subprocess.run([sys.executable, "-c", BREAKDOWN], env=environ, capture_output=True, text=True, check=True)
+    print(f"    {done.stdout.strip()}")
 
 
 def main() -> None:
@@ -83,9 +122,13 @@ def main() -> None:
 
         row("Engram records from 65,536 rows", chunked, "joining row by row", one_by_one, rows * 264 / MIB)
 
+        preflight_of_a_played_machine(folder)
+
     def start(*argv: str) -> Callable[[], object]:
         return lambda: subprocess.run([sys.executable, *argv], capture_output=True, check=True)
 
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
+        fetch.main(Path(name))
     row(
         "ds41ctl --help",
         start("-m", "ds41ctl", "--help"),

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ds41ctl.adapters import host, nvml
-from ds41ctl.core.facts import HostFacts
+from ds41ctl.core.facts import GpuFacts, HostFacts
 from tests.facts.replay import profile
 
 KIB = 1024
@@ -280,6 +280,19 @@ def test_the_kind_of_container(
 ) -> None:
     write(root, files)
     assert collect(root, free_port, {"PATH": "/nowhere", **environ}).system.container == kind
+
+
+@pytest.mark.parametrize(
+    ("stated", "sysfs", "node"),
+    [(None, "1\n", 1), (None, "-1\n", None), (None, None, None), (0, "1\n", 0)],
+)
+def test_the_numa_node_of_a_card_is_nvmls_else_sysfss(
+    root: Path, stated: int | None, sysfs: str | None, node: int | None
+) -> None:
+    if sysfs is not None:
+        write(root, {"sys/bus/pci/devices/0000:1a:00.0/numa_node": sysfs})
+    card = GpuFacts(index=0, name="x", bus_id="00000000:1A:00.0", numa_node=stated)
+    assert host._placed(card, root).numa_node == node
 
 
 # ---- disks

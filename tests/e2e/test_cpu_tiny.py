@@ -103,7 +103,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_a_store_damaged_under_a_running_engine_is_named_with_the_process_that_reads_it(cli: Cli) -> None:
-    folder = Path(cli("engram", "status", "--json").json()["data"]["dir"])
+    folder = Path(cli("engram", "status", "--json").json()["data"]["data_dir"])
     flip(folder / "layer-001.engram", 3)
     answer = cli("up")
     assert answer.code == 17 and "is mapped by pid" in answer.err and "ds41ctl stop" in answer.err
@@ -199,7 +199,7 @@ def test_a_taken_port_is_named_with_its_holder_before_anything_starts(cli: Cli) 
 
 
 def test_a_corrupt_store_is_refused(cli: Cli) -> None:
-    folder = Path(cli("engram", "status", "--json").json()["data"]["dir"])
+    folder = Path(cli("engram", "status", "--json").json()["data"]["data_dir"])
     flip(folder / "layer-001.engram", 3)
     answer = cli("serve")
     assert answer.code == 12 and "record 0 differs" in answer.err, answer.err
@@ -279,7 +279,7 @@ def test_a_pack_without_its_engram_is_refused_and_if_served_all_the_same_only_th
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to mount")
 def test_the_stores_mount_is_ours_and_drop_removes_it(cli: Cli) -> None:
     assert cli("engram", "build").code == 0
-    folder = cli("engram", "status", "--json").json()["data"]["dir"]
+    folder = cli("engram", "status", "--json").json()["data"]["data_dir"]
     kind = subprocess.run(["findmnt", "-no", "SOURCE,FSTYPE", folder], capture_output=True, text=True, check=True)
     assert kind.stdout.split() == ["ds41ctl", "tmpfs"]
     assert cli("engram", "drop").code == 0

@@ -16,17 +16,17 @@ from ds41_engine import register
 register(); register()
 from vllm import LLM, SamplingParams
 engine = LLM(model=sys.argv[1], enforce_eager=True, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=64,
-             tensor_parallel_size=int(sys.argv[2]))
+             tensor_parallel_size=int(sys.argv[2]), mm_encoder_tp_mode=sys.argv[3])
 sampling = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
 out = engine.generate([{"prompt_token_ids": [5]}], sampling)
 print("GENERATED", len(out[0].outputs[0].token_ids))
 """
 
 
-def boot(model: Path, tensor_parallel: int = 1, **env: str) -> subprocess.CompletedProcess[str]:
+def boot(model: Path, tensor_parallel: int = 1, vision: str = "data", **env: str) -> subprocess.CompletedProcess[str]:
     settings = {key: value for key, value in os.environ.items() if not key.startswith("DS41_")} | env
     return subprocess.run(
-        [sys.executable, "-c", BOOT, str(model), str(tensor_parallel)],
+        [sys.executable, "-c", BOOT, str(model), str(tensor_parallel), vision],
         capture_output=True,
         text=True,
         env=settings,
@@ -84,7 +84,18 @@ def test_unfilled_switch_serves_the_stripped_checkpoint_loudly(stripped: Path) -
     assert "mapped read-only" not in log
 
 
-def test_tensor_parallel_is_refused(checkpoint: Path, store: Path) -> None:
+def test_two_ranks_read_their_own_rows_and_say_so(checkpoint: Path, store: Path) -> None:
     result = boot(checkpoint, tensor_parallel=2, DS41_ENGRAM_STORE=str(store))
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "GENERATED 2" in result.stdout
+    log = result.stdout + result.stderr
+    for layer in (1, 4):
+        for rank in (0, 1):
+            assert f"ds41: Engram layer {layer}: rank {rank} of 2 reads rows [" in log
+    assert "columns [0, 3), 6 rows proven" in log and "columns [3, 6), 6 rows proven" in log
+
+
+def test_two_ranks_with_a_split_vision_tower_are_refused(checkpoint: Path, store: Path) -> None:
+    result = boot(checkpoint, tensor_parallel=2, vision="weights", DS41_ENGRAM_STORE=str(store))
     assert result.returncode != 0
-    assert "ds41: --tensor-parallel-size: expected 1 on CPU, found 2" in result.stdout + result.stderr
+    assert "ds41: --mm-encoder-tp-mode: expected data with --tensor-parallel-size 2" in result.stdout + result.stderr

@@ -41,9 +41,9 @@ def folder(tmp_path: Path) -> Path:
         layers.append(
             {
                 "layer": layer,
-                "file": f"l{layer}",
                 "rows": rows,
                 "bytes": rows * 264,
+                "parts": [{"file": f"l{layer}", "node": 0, "first_row": 0, "rows": rows, "bytes": rows * 264}],
                 "source_file": shard,
                 "source_sha256": "0" * 64,
                 "canaries": canaries,
@@ -51,8 +51,10 @@ def folder(tmp_path: Path) -> Path:
             }
         )
     manifest = {
-        "format": 1,
+        "format": 2,
         "record_bytes": 264,
+        "data_dir": "",
+        "tensor_parallel": 1,
         "page_kind": "tmpfs-4k",
         "memory_backed": True,
         "boot_id": BOOT,
@@ -87,7 +89,7 @@ def test_valid_store_gives_the_records_read_only(folder: Path) -> None:
     ids = np.array([[0, 59], [7, 7]])
     assert np.array_equal(store.gather(4, ids), raw[ids])
     with pytest.raises(ValueError, match="read-only"):
-        store.records[4][0, 0] = 1
+        store.layers[4].records[0][0, 0] = 1
 
 
 def test_mapping_is_shared_not_a_private_copy(folder: Path) -> None:
@@ -95,7 +97,7 @@ def test_mapping_is_shared_not_a_private_copy(folder: Path) -> None:
     with (folder / "store" / "l1").open("r+b") as file:
         file.seek(10 * 264)
         file.write(b"\x55")
-    assert store.records[1][10, 0] == 0x55
+    assert store.layers[1].records[0][10, 0] == 0x55
     maps = Path("/proc/self/maps").read_text()
     line = next(line for line in maps.splitlines() if line.endswith(str(folder / "store" / "l1")))
     assert line.split()[1] == "r--s"
@@ -105,31 +107,42 @@ def test_page_rounding_is_allowed_and_disk_store_ignores_the_boot(folder: Path) 
     with (folder / "store" / "l1").open("ab") as file:
         file.write(bytes(4096))
     edit(folder, lambda m: m.update(memory_backed=False, boot_id="another"))
-    assert open_store(folder).records[1].shape == (40, 264)
+    assert open_store(folder).layers[1].records[0].shape == (40, 264)
 
 
 def _drop(folder: Path, name: str) -> None:
     (folder / "store" / name).unlink()
 
 
+def _rows(entry: dict[str, Any], rows: int) -> None:
+    entry.update(rows=rows, bytes=rows * 264)
+    entry["parts"][-1]["rows"] = rows
+
+
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda f: _drop(f, "manifest.json"), "manifest.json, found none"),
     "not json": (lambda f: (f / "store/manifest.json").write_text("{"), "readable JSON"),
     "not an object": (lambda f: (f / "store/manifest.json").write_text("[]"), "JSON object"),
-    "wrong format": (lambda f: edit(f, lambda m: m.update(format=2)), "format: expected 1, found 2"),
+    "wrong format": (lambda f: edit(f, lambda m: m.update(format=1)), "format: expected 2, found 1"),
     "wrong record": (lambda f: edit(f, lambda m: m.update(record_bytes=272)), "record_bytes: expected 264, found 272"),
     "missing key": (lambda f: edit(f, lambda m: m.pop("boot_id")), "boot_id"),
     "wrong type": (lambda f: edit(f, lambda m: m.update(memory_backed="yes")), "memory_backed"),
     "stale boot": (lambda f: edit(f, lambda m: m.update(boot_id="old")), "boot_id: expected .* found old"),
     "layer missing": (lambda f: edit(f, lambda m: m["layers"].pop()), "expected layer 4"),
     "wrong rows": (
-        lambda f: edit(f, lambda m: m["layers"][0].update(rows=41, bytes=41 * 264)),
+        lambda f: edit(f, lambda m: _rows(m["layers"][0], 41)),
         "expected 40, found 41",
     ),
+    "rows missing": (lambda f: edit(f, lambda m: m["layers"][0]["parts"][0].update(rows=20)), "hold 20 of 40 rows"),
+    "rows off by one": (lambda f: edit(f, lambda m: m["layers"][0]["parts"][0].update(first_row=1)), "not at 0"),
+    "of another TP": (lambda f: edit(f, lambda m: m.update(tensor_parallel=4)), "tensor_parallel 4"),
     "rows and bytes differ": (lambda f: edit(f, lambda m: m["layers"][0].update(bytes=5)), "bytes 5"),
     "no canaries": (lambda f: edit(f, lambda m: m["layers"][0].update(canaries=[])), "no canaries"),
     "canary outside": (lambda f: edit(f, lambda m: m["layers"][0]["canaries"][0].update(row=40)), "row 40"),
-    "path escapes": (lambda f: edit(f, lambda m: m["layers"][0].update(file="../pack/x")), "plain file name"),
+    "path escapes": (
+        lambda f: edit(f, lambda m: m["layers"][0]["parts"][0].update(file="../pack/x")),
+        "plain file name",
+    ),
     "file gone": (lambda f: _drop(f, "l4"), "readable file"),
     "empty file": (lambda f: (f / "store/l4").write_bytes(b""), "truncated"),
     "truncated": (lambda f: (f / "store/l4").write_bytes((f / "store/l4").read_bytes()[:-1]), "truncated"),

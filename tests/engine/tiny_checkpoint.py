@@ -283,8 +283,8 @@ def write_checkpoint(folder: Path, seed: int = 0, **changes: Any) -> dict[str, A
     return text
 
 
-def write_store(store: Path, checkpoint: Path, memory_backed: bool = False, boot_id: str = "") -> dict[str, Any]:
-    """Build the Engram store of a checkpoint as the CLI does; returns the manifest."""
+def write_store(store: Path, checkpoint: Path, memory_backed: bool = True, nodes: int = 1) -> dict[str, Any]:
+    """Build the Engram store of a checkpoint as the CLI does, split over ``nodes``; returns the manifest."""
     from safetensors import safe_open
 
     store.mkdir(parents=True, exist_ok=True)
@@ -298,8 +298,13 @@ def write_store(store: Path, checkpoint: Path, memory_backed: bool = False, boot
             weight = source.get_tensor(f"{name}.weight").view(torch.uint8)
             scale = source.get_tensor(f"{name}.scale").view(torch.uint8)
         records = torch.cat((weight, scale), 1).numpy()
-        file = f"layer-{layer}.rows"
-        (store / file).write_bytes(records.tobytes())
+        parts = []
+        for node in range(nodes):
+            first, end = len(records) * node // nodes, len(records) * (node + 1) // nodes
+            file = f"layer-{layer}-node{node}.rows"
+            (store / file).write_bytes(records[first:end].tobytes())
+            size = (end - first) * 264
+            parts.append({"file": file, "node": node, "first_row": first, "rows": end - first, "bytes": size})
         canaries = [
             {"row": row, "sha256": hashlib.sha256(records[row].tobytes()).hexdigest()}
             for row in (0, len(records) // 2, len(records) - 1)
@@ -307,7 +312,7 @@ def write_store(store: Path, checkpoint: Path, memory_backed: bool = False, boot
         layers.append(
             {
                 "layer": layer,
-                "file": file,
+                "parts": parts,
                 "rows": len(records),
                 "bytes": records.size,
                 "source_file": shard.name,
@@ -316,11 +321,13 @@ def write_store(store: Path, checkpoint: Path, memory_backed: bool = False, boot
             }
         )
     manifest = {
-        "format": 1,
+        "format": 2,
         "record_bytes": 264,
+        "data_dir": "",
+        "tensor_parallel": 1,
         "page_kind": "4k",
         "memory_backed": memory_backed,
-        "boot_id": boot_id,
+        "boot_id": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "layers": layers,
     }
     (store / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")

@@ -86,7 +86,11 @@ BAD: list[tuple[list[str], int, str]] = [
     (["engram", "verify"], 10, "no Engram store"),
     (["engine", "verify"], 10, "no engine"),
     (["engine", "install", "--profile", "v100-pp2tp4"], 4, "cannot install the engine of v100-pp2tp4"),
-    (["fetch", "--profile", "v100-pp2tp4"], 4, "cannot download the pack of v100-pp2tp4"),
+    (["fetch", "--verify", "--profile", "v100-pp2tp4"], 12, "its file lists were never fetched"),
+    (["fetch", "--verify", "--repair"], 2, "choose one"),
+    (["fetch", "--quick"], 2, "--quick goes with --verify"),
+    (["pack", "graft"], 4, "has no graft"),
+    (["pack", "inspect"], 10, "no pack in"),
     (["profile", "show", "nothing"], 10, "no profile 'nothing'"),
 ]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from ds41ctl.core import packgen
 from ds41ctl.core.errors import IntegrityError, NoSpaceError
 from ds41ctl.core.layout import Layout
 from ds41ctl.steps.fetch import Fetch
-from ds41ctl.steps.runner import Progress
+from ds41ctl.steps.runner import Goal, Progress
+from ds41ctl.steps.verify import VerifyPack
 from tests.fakes.packs import layout_for, local_profile, shard_bytes, write_pack
 
 CONTENT = {"a.json": b"{}", "b.safetensors": hashlib.shake_256(b"b").digest(3_000_000)}
@@ -27,10 +30,9 @@ silent: Progress = lambda text, data: None  # noqa: E731
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
     """A profile whose pack is two small pinned files, generated as the real one is."""
     profile = profiles.read(profiles.find("cpu-tiny"))
-    expected = tuple(
-        pack.Expected(name, len(data), hashlib.sha256(data).hexdigest(), "r1") for name, data in CONTENT.items()
-    )
-    monkeypatch.setattr(pack, "expected", lambda profile: expected)
+    files = tuple(packgen.PackFile(n, len(data), hashlib.sha256(data).hexdigest()) for n, data in CONTENT.items())
+    recipe = packgen.PackRecipe(tmp_path, "r1", "seed", files, {})
+    monkeypatch.setattr(pack, "recipe", lambda profile: recipe)
 
     def generate(recipe: object, name: str) -> Iterator[bytes]:
         data = CONTENT[name]
@@ -47,13 +49,25 @@ def fetched(made: Layout) -> Layout:
     return made
 
 
+def verified(layout: Layout, *, quick: bool = False) -> Goal:
+    return VerifyPack(layout, quick=quick).judge(lambda finding: None, silent)
+
+
+def proven(layout: Layout) -> Goal:
+    """What a run of the step says: sidecars that say too little cost a hash, nothing is written."""
+    step = Fetch(layout)
+    with contextlib.suppress(IntegrityError):
+        step.do(silent)
+    return step.check()
+
+
 def test_everything_arrives_with_a_sidecar_that_sha256sum_understands(fetched: Layout) -> None:
     for name, data in CONTENT.items():
         assert (fetched.model_dir / name).read_bytes() == data
         line = (fetched.model_dir / (name + pack.SIDECAR)).read_text().splitlines()[0]
         assert line == f"{hashlib.sha256(data).hexdigest()}  {name}"
     assert Fetch(fetched).check().reached
-    assert Fetch(fetched, verify=True).check().reached
+    assert verified(fetched).reached and verified(fetched, quick=True).reached
 
 
 def corrupt(path: Path, at: int) -> None:
@@ -92,8 +106,13 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_each_fault_is_found_without_being_asked_to_verify(fetched: Layout, fault: str) -> None:
     change, message = FAULTS[fault]
     change(fetched.model_dir / BIG)
-    goal = Fetch(fetched).check()
+    assert not Fetch(fetched).check().reached
+    assert not verified(fetched, quick=True).reached
+    goal = verified(fetched)
     assert not goal.reached and BIG in goal.text and message in goal.text
+    if fault != "gone":
+        with pytest.raises(IntegrityError, match=re.escape(message)):
+            Fetch(fetched).do(silent)
 
 
 def test_a_byte_flipped_with_old_times_on_the_same_inode_is_found_by_verify(fetched: Layout) -> None:
@@ -103,19 +122,22 @@ def test_a_byte_flipped_with_old_times_on_the_same_inode_is_found_by_verify(fetc
 
     keep_times(fetched.model_dir / BIG, in_place)
     assert Fetch(fetched).check().reached  # a stat cannot see it
-    assert "sha256" in Fetch(fetched, verify=True).check().text
+    assert "sha256" in verified(fetched).text
+    Fetch(fetched, repair=True).do(silent)
+    assert verified(fetched).reached
 
 
 @pytest.mark.parametrize("sidecar", ["", "nonsense", "{}", "\n\n"])
 def test_a_useless_sidecar_costs_one_hash_and_is_replaced(fetched: Layout, sidecar: str) -> None:
     path = fetched.model_dir / (BIG + pack.SIDECAR)
     path.write_text(sidecar)
-    assert Fetch(fetched).check().reached
+    assert not Fetch(fetched).check().reached
+    assert proven(fetched).reached
     assert path.read_text() != sidecar
 
 
 def test_a_sidecar_of_another_file_or_revision_is_not_believed(fetched: Layout) -> None:
-    expected = {item.name: item for item in pack.expected(fetched.profile)}
+    expected = {item.name: item for item in pack.expected(fetched)}
     (fetched.model_dir / ("a.json" + pack.SIDECAR)).replace(fetched.model_dir / (BIG + pack.SIDECAR))
     assert "changed since" in pack.sidecar_problem(fetched.model_dir / BIG, expected[BIG])
     pack.write_sidecar(fetched.model_dir / BIG, expected[BIG])
@@ -126,7 +148,7 @@ def test_a_sidecar_of_another_file_or_revision_is_not_believed(fetched: Layout) 
 def test_touching_a_file_costs_a_hash_not_a_download(fetched: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     os.utime(fetched.model_dir / BIG)
     monkeypatch.setattr(packgen, "generate", None)
-    assert Fetch(fetched).check().reached
+    assert proven(fetched).reached
 
 
 def test_a_corrupt_file_is_refused_with_the_command_that_repairs_it(fetched: Layout) -> None:
@@ -141,7 +163,7 @@ def test_repair_keeps_the_bad_file_aside_and_leaves_the_good_one_alone(fetched: 
     good = (fetched.model_dir / "a.json").stat().st_mtime_ns
     corrupt(fetched.model_dir / BIG, 7)
     Fetch(fetched, repair=True).do(silent)
-    assert Fetch(fetched, verify=True).check().reached
+    assert verified(fetched).reached
     assert (fetched.model_dir / (BIG + ".bad")).exists()
     assert (fetched.model_dir / "a.json").stat().st_mtime_ns == good
 
@@ -158,7 +180,7 @@ def test_no_space_is_refused_before_the_first_byte(made: Layout, monkeypatch: py
     monkeypatch.setattr(mounts, "free_bytes", lambda path: 100)
     with pytest.raises(NoSpaceError, match=r"needs \d+ bytes .* 100 are free"):
         Fetch(made).do(silent)
-    assert not made.model_dir.exists()
+    assert [path.name for path in made.model_dir.iterdir()] == [pack.LOCK_FILE]
 
 
 def test_leftovers_of_a_killed_run_are_removed(made: Layout) -> None:
@@ -205,10 +227,10 @@ def test_tensors_the_index_does_not_name_do_not_count_as_there(tmp_path: Path) -
     layout = local(tmp_path)
     index = layout.model_dir / pack.INDEX
     tree = json.loads(index.read_text())
-    assert len(pack.inspect(layout.profile, layout.model_dir).engram_tensors) == 4
+    assert len(pack.inspect(layout).engram_tensors) == 4
     tree["weight_map"] = {name: file for name, file in tree["weight_map"].items() if "embed" not in name}
     index.write_text(json.dumps(tree))
-    assert pack.inspect(layout.profile, layout.model_dir).engram_tensors == ()
+    assert pack.inspect(layout).engram_tensors == ()
 
 
 def test_weight_and_scale_in_two_shards_are_refused(tmp_path: Path) -> None:
@@ -224,4 +246,4 @@ def test_weight_and_scale_in_two_shards_are_refused(tmp_path: Path) -> None:
 def test_a_shard_the_index_names_and_that_is_gone_is_a_problem(tmp_path: Path) -> None:
     layout = local(tmp_path)
     (layout.model_dir / "model-00003-of-00003.safetensors").unlink()
-    assert any("missing" in text for text in pack.inspect(layout.profile, layout.model_dir).problems)
+    assert any("missing" in text for text in pack.inspect(layout).problems)

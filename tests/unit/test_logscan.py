@@ -109,3 +109,20 @@ def test_the_same_log_cut_anywhere_gives_the_same_reading(cuts: list[int]) -> No
         pieces.feed(text[start : start + cut])
         start += cut
     assert (pieces.phase, pieces.missing(), pieces.lines) == (whole.phase, whole.missing(), whole.lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("INFO 11-12 GPU KV cache size: 2,717,420 tokens", ""),
+        ("INFO 11-12 GPU KV cache size: 2,740,000 tokens", ""),  # within one percent
+        ("INFO 11-12 GPU KV cache size: 2,417,392 tokens", "holds 2,417,392 tokens, 2,717,420 (within 1%) expected"),
+        ("INFO 11-12 nothing of the kind", "states no KV cache size"),
+    ],
+)
+def test_the_kv_pool_is_the_expected_one_within_a_percent(line: str, words: str) -> None:
+    scan = LogScan((), ())
+    scan.feed(line + "\n")
+    assert scan.kv_pool_fault(None, 0.01) == ""
+    fault = scan.kv_pool_fault(2_717_420, 0.01)
+    assert words in fault and bool(fault) == bool(words)

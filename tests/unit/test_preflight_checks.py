@@ -490,6 +490,8 @@ def test_no_compiler_is_asked_for_on_cpu(tiny: Profile, ready: HostFacts) -> Non
 
 def test_podman_will_do_for_a_container_engine() -> None:
     facts = with_tool(machine("cmp170hx-4x-one-locked"), "podman", "/usr/bin/podman", "podman version 5.2.3")
+    assert ask("toolchain.container", profile("cmp170hx-tp4"), facts).status == Status.UNKNOWN, "it was not asked"
+    facts = changed(facts, "container", runtime="podman", answers=True)
     assert ask("toolchain.container", profile("cmp170hx-tp4"), facts).status == Status.OK
 
 

@@ -28,7 +28,10 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "engine.installed": "fail",
         },
     },
-    "ubuntu2404-ready": {"up": {}, "serve": {}},
+    "ubuntu2404-ready": {
+        "up": {},
+        "serve": {},
+    },
     "debian12-laptop-8gb": {
         "up": {
             "host.python": "fail",
@@ -36,16 +39,29 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "host.logout": "warn",
             "host.ram": "fail",
             "disk.engine": "fail",
-        }
+        },
     },
     "container-cgroup-4gb": {
-        "up": {"host.limits": "warn", "host.ram": "fail", "host.tmpfs": "fail", "disk.state": "fail"}
+        "up": {
+            "host.limits": "warn",
+            "host.ram": "fail",
+            "host.tmpfs": "fail",
+            "host.huge-tmpfs": "warn",
+            "disk.state": "fail",
+        },
     },
-    "port-taken": {"serve": {"net.port": "fail", "engine.running": "fail"}},
+    "port-taken": {
+        "serve": {
+            "net.port": "fail",
+            "engine.running": "fail",
+            "engine.others": "warn",
+        },
+    },
     "ivybridge-stale-store": {
         "serve": {
             "host.cpu": "fail",
             "host.overcommit": "warn",
+            "toolchain.jit-locks": "warn",
             "engram.store": "fail",
             "engine.drift": "fail",
             "engine.running": "warn",
@@ -53,11 +69,19 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
         "up": {
             "host.cpu": "fail",
             "host.overcommit": "warn",
+            "toolchain.jit-locks": "warn",
             "engine.drift": "fail",
             "engine.running": "warn",
         },
     },
-    "alpine-aarch64": {"serve": {"host.os": "fail", "host.cpu": "fail", "host.tmux": "fail"}},
+    "alpine-aarch64": {
+        "serve": {
+            "host.os": "fail",
+            "host.cpu": "fail",
+            "host.tmux": "fail",
+            "host.clock": "fail",
+        },
+    },
     "half-fetched-usb": {
         "up": {
             "disk.data": "fail",
@@ -66,13 +90,27 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "disk.tmp": "fail",
             "pack.files": "fail",
             "engram.store": "fail",
-        }
+        },
     },
     "pack-without-table": {
-        "up": {"env.inherited": "warn", "pack.engram-tensors": "fail", "engram.store": "fail"},
+        "up": {
+            "env.inherited": "warn",
+            "pack.engram-tensors": "fail",
+            "engram.store": "fail",
+        },
     },
-    "profile-unfilled": {"up": {"env.inherited": "fail", "engram.storage": "fail"}},
-    "v100-8x-hugepages-reserved": {"up": {}, "serve": {"engram.store": "fail"}},
+    "profile-unfilled": {
+        "up": {
+            "env.inherited": "fail",
+            "engram.storage": "fail",
+        },
+    },
+    "v100-8x-hugepages-reserved": {
+        "up": {},
+        "serve": {
+            "engram.store": "fail",
+        },
+    },
     "v100-8x-fetching": {
         "up": {},
         "serve": {
@@ -82,33 +120,167 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "engine.installed": "fail",
         },
     },
-    "v100-8x-serving-ready": {"serve": {}},
+    "v100-8x-serving-ready": {
+        "serve": {},
+    },
     "v100-8x-driver-mismatch": {
         "up": {
             "gpu.driver": "fail",
             "gpu.count": "unknown",
             "gpu.name": "unknown",
             "gpu.memory": "unknown",
+            "gpu.capability": "unknown",
+            "gpu.weights": "unknown",
+            "gpu.free-memory": "unknown",
+            "gpu.processes": "unknown",
+            "gpu.driver-module": "fail",
+            "gpu.driver-hold": "warn",
+            "gpu.mode": "unknown",
+            "gpu.ecc": "unknown",
+            "gpu.persistence": "unknown",
+            "gpu.throttle": "unknown",
+            "gpu.nvlink-quads": "unknown",
+            "gpu.nvlink-ports": "unknown",
+            "gpu.topology-agrees": "warn",
+            "gpu.numa": "unknown",
+            "gpu.clock-target": "unknown",
+            "gpu.clock-permission": "unknown",
             "host.limits": "fail",
             "host.hugepages": "fail",
             "host.shm": "fail",
+            "host.hugepage-room": "warn",
+            "host.hugetlb-limit": "fail",
             "toolchain.nvcc": "fail",
             "toolchain.cxx": "fail",
-        }
+            "toolchain.nvrtc": "fail",
+        },
     },
     "v100-7x-16gb": {
         "up": {
             "gpu.count": "fail",
             "gpu.name": "fail",
             "gpu.memory": "fail",
+            "gpu.weights": "fail",
+            "gpu.nvlink-quads": "fail",
+            "gpu.topology-agrees": "warn",
+            "gpu.numa": "unknown",
             "host.logout": "warn",
+            "host.xid": "fail",
             "host.ram": "fail",
             "host.hugepages": "fail",
             "toolchain.nvcc": "fail",
-        }
+            "toolchain.max-jobs": "warn",
+        },
     },
-    "cmp170hx-4x-ready": {"up": {}, "serve": {}},
-    "cmp170hx-4x-one-locked": {"serve": {"gpu.memory": "fail", "toolchain.container": "fail"}},
+    "cmp170hx-4x-ready": {
+        "up": {},
+        "serve": {},
+    },
+    "cmp170hx-4x-one-locked": {
+        "serve": {
+            "gpu.memory": "fail",
+            "toolchain.container": "fail",
+            "toolchain.cdi": "fail",
+        },
+    },
+    "v100-8x-crossed-quads": {
+        "up": {
+            "gpu.nvlink-quads": "fail",
+            "gpu.numa": "warn",
+        },
+    },
+    "v100-8x-link-down": {
+        "up": {
+            "gpu.nvlink-quads": "fail",
+            "gpu.nvlink-ports": "fail",
+            "gpu.topology-agrees": "warn",
+        },
+    },
+    "v100-8x-neglected": {
+        "serve": {
+            "gpu.free-memory": "fail",
+            "gpu.processes": "fail",
+            "gpu.driver-version": "fail",
+            "gpu.driver-hold": "warn",
+            "gpu.mode": "fail",
+            "gpu.ecc": "fail",
+            "gpu.persistence": "warn",
+            "gpu.throttle": "fail",
+            "gpu.numa": "warn",
+            "gpu.clock-target": "fail",
+            "gpu.clock-permission": "warn",
+            "host.governor": "warn",
+            "host.xid": "fail",
+            "host.clock": "warn",
+            "toolchain.peer-cache": "warn",
+        },
+    },
+    "v100-8x-careless-profile": {
+        "serve": {
+            "gpu.nvlink-quads": "fail",
+            "gpu.numa": "warn",
+            "gpu.order": "fail",
+            "toolchain.max-jobs": "warn",
+            "serve.spec-tokens": "fail",
+            "serve.ready-timeout": "fail",
+            "serve.workers": "fail",
+            "serve.offline": "fail",
+            "net.exposed": "fail",
+            "net.gloo": "warn",
+        },
+    },
+    "cmp170hx-4x-careless-profile": {
+        "up": {
+            "host.tmpfs-size": "fail",
+            "serve.utilisation": "fail",
+            "serve.kv-pool": "fail",
+            "serve.container-flags": "fail",
+            "net.exposed": "fail",
+            "engine.licence": "warn",
+        },
+    },
+    "cmp170hx-4x-stock-driver": {
+        "serve": {
+            "gpu.power-limit": "warn",
+            "gpu.pcie": "warn",
+            "gpu.peer-access": "fail",
+            "gpu.peer-route": "warn",
+            "toolchain.cdi": "fail",
+            "toolchain.cdi-paths": "fail",
+        },
+    },
+    "h200-2x-nvlink": {
+        "up": {
+            "gpu.count": "fail",
+            "gpu.name": "fail",
+            "gpu.memory": "unknown",
+            "gpu.capability": "fail",
+            "gpu.weights": "unknown",
+            "gpu.driver-hold": "unknown",
+            "gpu.nvlink-quads": "fail",
+            "gpu.clock-permission": "unknown",
+            "host.governor": "unknown",
+            "host.limits": "warn",
+            "host.xid": "unknown",
+            "host.clock": "unknown",
+            "host.hugepages": "fail",
+            "host.hugepage-room": "unknown",
+            "host.hugetlb-limit": "unknown",
+            "disk.data": "fail",
+            "disk.engine": "unknown",
+            "disk.tmp": "unknown",
+            "toolchain.nvcc": "fail",
+            "toolchain.nvrtc": "unknown",
+            "toolchain.jit-locks": "unknown",
+            "toolchain.peer-cache": "unknown",
+            "pack.files": "unknown",
+            "pack.engram-tensors": "unknown",
+            "engram.store": "unknown",
+            "engine.installed": "unknown",
+            "engine.drift": "unknown",
+            "engine.others": "unknown",
+        },
+    },
 }
 CASES = [(name, stage) for name, stages in EXPECTED.items() for stage in stages]
 
@@ -128,8 +300,9 @@ def test_every_recorded_machine_has_a_stated_verdict() -> None:
 def test_what_could_not_be_measured_is_never_ok() -> None:
     facts = machine("nothing-readable")
     found = statuses(preflight.run(profile("cpu-tiny"), facts, stage="serve"))
-    # these three ask only the profile, or a record that is absent when no engine runs
-    asks_no_measurement = {"engram.storage", "engine.running", "env.inherited"}
+    # these ask only the profile, or a record that is absent when no engine runs
+    asks_no_measurement = {"engram.storage", "engine.running", "env.inherited", "host.tmpfs-size"}
+    asks_no_measurement |= {"serve.offline", "net.exposed", "net.gloo"}
     ok = {id for id, status in found.items() if status == Status.OK}
     assert ok == asks_no_measurement
     assert sum(status == Status.UNKNOWN for status in found.values()) >= 20
@@ -141,7 +314,7 @@ def _all_findings() -> list[tuple[str, Any]]:
         (name, finding)
         for name in MACHINES
         for stage in stages
-        for finding in preflight.run(profile(machine(name).profile), machine(name), stage=stage)
+        for finding in preflight.run(profile(machine(name).profile), machine(name), stage=stage, level=3)
     ]
 
 

@@ -32,13 +32,12 @@ def test_only_takes_an_id_or_a_domain() -> None:
 def test_skip_leaves_out_an_id_or_a_domain() -> None:
     everything = _ids()
     left = _ids(skip=("gpu", "host.tmux"))
-    assert [id for id in everything if id not in left] == [
-        "gpu.driver",
-        "gpu.count",
-        "gpu.name",
-        "gpu.memory",
+    assert "host.tmux" not in left and "host.os" in left
+    assert [id for id in everything if id.startswith("gpu.")] and not [id for id in left if id.startswith("gpu.")]
+    assert {id for id in everything if id not in left} == {
         "host.tmux",
-    ]
+        *(id for id in everything if id.startswith("gpu.")),
+    }
 
 
 @pytest.mark.parametrize(("wrong", "near"), [("net.prot", "net.port"), ("engramm", "engram"), ("HOST.RAM", "host.ram")])
@@ -62,23 +61,31 @@ def test_a_check_that_crashes_is_a_finding_and_the_rest_goes_on(monkeypatch: pyt
     assert any("nobody thought of this" in line for line in findings[0].evidence)
     assert any("broken" in line for line in findings[0].evidence), "the evidence names the line"
     assert findings[0].fix
-    assert len(findings) == len(preflight.ALL)
+    assert len(findings) == len([check for check in preflight.ALL if check.level == 1])
 
 
 def test_a_higher_level_contains_those_below(monkeypatch: pytest.MonkeyPatch) -> None:
     deep = Check("test.deep", "title", 2, "TEST", "prevents", lambda p, f, s: Verdict(Status.OK, "read"))
     monkeypatch.setattr(preflight, "ALL", (*preflight.ALL, deep))
     assert "test.deep" not in _ids(level=1)
-    assert set(_ids(level=1)) | {"test.deep"} == set(_ids(level=2))
+    assert set(_ids(level=1)) < set(_ids(level=2)) < set(_ids(level=3))
+    assert "test.deep" in _ids(level=2)
+    assert _ids(level=1, only=("test.deep",)) == ["test.deep"], "a check asked for by its id is run"
+    assert _ids(level=1, only=("test",)) == [], "a domain is run as far as the level goes"
 
 
 def test_what_was_not_checked_is_said() -> None:
     cpu = preflight.not_checked(profile("cpu-tiny"), machine("ubuntu2404-ready"), 1)
-    assert any("contents of the pack" in line for line in cpu)
-    assert not any("GPU" in line for line in cpu)
+    assert any("pack.digests" in line and "--level 2" in line for line in cpu)
+    assert not any("GPU" in line or "clock" in line for line in cpu)
     gpu = preflight.not_checked(profile("v100-pp2tp4"), machine("v100-8x-serving-ready"), 1)
-    assert any("topology" in line for line in gpu)
-    assert any("bandwidth" in line for line in gpu)
+    assert any("gpu.peer-copy" in line and "--level 3" in line for line in gpu)
+    assert any("under load" in line for line in gpu)
+    assert any("nothing was run here on the real card" in line for line in gpu)
+    deep = preflight.not_checked(profile("v100-pp2tp4"), machine("v100-8x-serving-ready"), 3)
+    assert not any("--level" in line for line in deep)
+    blind = changed(machine("v100-8x-serving-ready"), topology=None)
+    assert any("nvidia-smi is not installed" in line for line in preflight.not_checked(profile("v100-pp2tp4"), blind))
     boxed = preflight.not_checked(profile("cpu-tiny"), changed(machine("ubuntu2404-ready"), "system", container="lxc"))
     assert any("container" in line for line in boxed)
     assert all("\n" not in line for line in (*cpu, *gpu, *boxed))

@@ -14,7 +14,7 @@ from ds41ctl.core.engram import sub_tables
 from ds41ctl.core.errors import ConfigError, NotFoundError
 from ds41ctl.core.profile import Profile, json_schema, parse_profile
 
-NAMES = ["cmp170hx-tp4", "cpu-tiny", "v100-pp2tp4"]
+NAMES = ["cmp170hx-tp4", "cpu-tiny", "cpu-tiny-tp2", "v100-pp2tp4"]
 
 
 def read(name: str) -> Profile:
@@ -25,7 +25,7 @@ def text_of(name: str) -> str:
     return profiles.find(name).read_text()
 
 
-def test_the_three_profiles_are_there_and_load() -> None:
+def test_the_built_in_profiles_are_there_and_load() -> None:
     assert profiles.names() == NAMES
     for name in NAMES:
         assert read(name).name == name
@@ -91,7 +91,7 @@ def test_overlapping_gpu_groups_are_refused() -> None:
 
 
 def test_a_profile_of_another_schema_is_refused() -> None:
-    with pytest.raises(ConfigError, match="schema 2 is not known"):
+    with pytest.raises(ConfigError, match="schema: 2 is not known"):
         parse_profile(text_of("cpu-tiny").replace("schema = 1", "schema = 2"), "x.toml")
 
 
@@ -124,3 +124,122 @@ def test_the_tiny_profile_says_what_its_packs_config_says() -> None:
     assert [table.rows for table in profile.model.engram] == text["engram_num_embeddings"]
     assert profile.model.vocab_size == text["vocab_size"]
     assert profile.model.compressed_vocab_size == text["engram_compressed_vocab_size"]
+
+
+# ---- ranges, pins, and the command line against the fields
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where"),
+    [
+        ("gpus = 8", "gpus = -1", "hardware.gpus"),
+        ("gpus = 8", "gpus = 65", "hardware.gpus"),
+        ("ram_gib_min = 32.0", "ram_gib_min = -1", "hardware.ram_gib_min"),
+        ("vram_mib_min = 31744", "vram_mib_min = 9999999", "hardware.vram_mib_min"),
+        ("stage_weights_gib = [27.77, 25.29]", "stage_weights_gib = [0, 25.29]", "hardware.stage_weights_gib"),
+        ("nvlinks_per_gpu = 6", "nvlinks_per_gpu = 37", "hardware.nvlinks_per_gpu"),
+        ('driver_min = "570.26"', 'driver_min = "new"', "hardware.driver_min"),
+        ('compute_capability = "7.0"', 'compute_capability = "sm_70"', "hardware.compute_capability"),
+        ("a = [0, 1, 2, 3]", "a = [0, 1, 2, 99]", "hardware.gpu_groups"),
+        ("vocab_size = 129280", "vocab_size = 0", "model.vocab_size"),
+        ("rows = 384006168", "rows = 0", "model.engram"),
+        ("port = 8011", "port = 0", "serve.port"),
+        ("port = 8011", "port = 70000", "serve.port"),
+        ("port = 8011", "port = true", "serve.port"),
+        ("port = 8011", 'port = "8011"', "serve.port"),
+        ("port = 8011", "port = 2026-11-12", "serve.port"),
+        ("ready_timeout_s = 3600", "ready_timeout_s = 0", "serve.ready_timeout_s"),
+        ("max_model_len = 1048576", "max_model_len = 0", "serve.max_model_len"),
+        ("max_num_seqs = 2", "max_num_seqs = 5000", "serve.max_num_seqs"),
+        ("gpu_memory_utilization = 0.943", "gpu_memory_utilization = 98", "serve.gpu_memory_utilization"),
+        ("gpu_memory_utilization = 0.943", "gpu_memory_utilization = 1.0", "serve.gpu_memory_utilization"),
+        ("gpu_memory_utilization = 0.943", 'gpu_memory_utilization = "0,943"', "serve.gpu_memory_utilization"),
+        ("spec_tokens = 5", "spec_tokens = -1", "serve.spec_tokens"),
+        ("sm_mhz = 1530", "sm_mhz = 15", "clocks.sm_mhz"),
+        ('governor = "performance"', 'governor = "fast"', "clocks.governor"),
+        ("copies = 20", "copies = 0", "smoke.copies"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_its_path(old: str, new: str, where: str) -> None:
+    text = text_of("v100-pp2tp4")
+    assert old in text
+    with pytest.raises(ConfigError) as caught:
+        parse_profile(text.replace(old, new, 1), "x.toml")
+    assert where in "\n".join([caught.value.message, *caught.value.detail])
+
+
+def test_all_problems_are_named_at_once_those_of_fields_and_those_between_fields() -> None:
+    broken = (
+        text_of("v100-pp2tp4")
+        .replace("port = 8011", "port = 70000")
+        .replace("99d85a463b446e4ff07e173be6a8faf9b920b97d", "main")
+        .replace("max_num_seqs = 2", "max_num_seq = 2")
+        .replace("c = [4, 5, 6, 7]", "c = [3, 5, 6, 7]")
+        .replace('wheel_sums = "SHA256SUMS"\n', "")
+        .replace('"clocks.sm_mhz" =', '"clocks.other" =')
+        .replace('"--gpu-memory-utilization", "0.943"', '"--gpu-memory-utilization", "0.98"')
+    )
+    broken = broken.replace("max_num_seq = 2", "max_num_seqs = 2\nmax_num_seq = 2")
+    with pytest.raises(ConfigError) as caught:
+        parse_profile(broken, "x.toml")
+    found = "\n".join(caught.value.detail)
+    for words in (
+        "serve.port",
+        "model.sources",
+        "unknown key serve.max_num_seq; did you mean max_num_seqs",
+        "hardware.gpu_groups: overlap",
+        "engine.wheel: nothing pins it",
+        "provenance: numbers without a source: serve.max_num_seq, clocks.sm_mhz",
+        "serve.gpu_memory_utilization: 0.943 here, --gpu-memory-utilization 0.98 in serve.argv",
+    ):
+        assert words in found, found
+    assert "7 problems" in caught.value.message
+
+
+SUMS = 'wheel_sums = "SHA256SUMS"'
+BUILD = 'build_revision = "2ad5741ab1a278d64f33b842706a41717dfbf181"'
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "where"),
+    [
+        ("v100-pp2tp4", SUMS, "", "engine.wheel: nothing pins it"),
+        ("v100-pp2tp4", SUMS, 'wheel_sha256 = "12ab"', "engine.wheel_sha256"),
+        ("v100-pp2tp4", SUMS, f'wheel_sha256 = "{"A" * 64}"', "engine.wheel_sha256"),
+        ("cmp170hx-tp4", BUILD, "", "engine.image: nothing pins it"),
+        ("cmp170hx-tp4", BUILD, 'build_revision = "2ad5741ab1"', "engine.build_revision"),
+        ("cmp170hx-tp4", BUILD, 'image_digest = "latest"', "engine.image_digest"),
+        ("cmp170hx-tp4", BUILD, f'image_digest = "sha256:{"F" * 64}"', "engine.image_digest"),
+    ],
+)
+def test_an_engine_that_nothing_pins_is_refused(name: str, old: str, new: str, where: str) -> None:
+    text = text_of(name)
+    assert old in text
+    with pytest.raises(ConfigError) as caught:
+        parse_profile(text.replace(old, new), "x.toml")
+    assert where in "\n".join([caught.value.message, *caught.value.detail])
+
+
+@pytest.mark.parametrize(
+    "pin", ['wheel_sha256 = "' + "a" * 64 + '"', 'wheel_sums = "SHA256SUMS"'], ids=["digest", "checksum file"]
+)
+def test_a_digest_or_a_checksum_files_entry_pins_a_wheel(pin: str) -> None:
+    text = text_of("v100-pp2tp4").replace('wheel_sums = "SHA256SUMS"', pin)
+    assert parse_profile(text, "x.toml").engine.wheel
+
+
+def test_the_two_gpu_profiles_hold_every_number_of_their_sources() -> None:
+    v100, cmp = read("v100-pp2tp4"), read("cmp170hx-tp4")
+    assert v100.hardware.stage_weights_gib == (27.77, 25.29) and v100.serve.pipeline_cut == 20
+    serve = v100.serve
+    assert (serve.max_model_len, serve.max_num_batched_tokens, serve.gpu_memory_utilization) == (1_048_576, 1024, 0.943)
+    assert (serve.spec_tokens, serve.max_num_seqs, v100.clocks.sm_mhz) == (5, 2, 1530)
+    assert (serve.pipeline_parallel_size, serve.tensor_parallel_size) == (2, 4)
+    serve = cmp.serve
+    assert (serve.tensor_parallel_size, serve.max_model_len, serve.max_num_seqs) == (4, 262_144, 8)
+    assert (serve.gpu_memory_utilization, serve.kv_pool_tokens, serve.kv_pool_tolerance) == (0.98, 2_717_420, 0.01)
+    assert cmp.engram.size_gib == 200 and cmp.hardware.p2p and serve.spec_tokens == 0
+    for profile in (v100, cmp):
+        assert [marker.text for marker in profile.serve.required_markers]
+        assert "offloaded to pinned" in [marker.text for marker in profile.serve.forbidden_markers]
+        assert profile.source_of("serve.max_model_len") and profile.source_of("hardware.vram_mib_min")

@@ -18,6 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -44,13 +49,14 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 from .backbone import ROW_TILE, Backbone, Linear, RowLookup
 from .checkpoint import CheckpointError, load
 from .engram_hash import DEAD, EngramHash
+from .engram_rows import EngramRows
 from .paged import PagedBatch, RequestRows, row_width
-from .quant import decode_engram_records
 from .shape import IMAGE_TOKEN_ID, BackboneShape
 from .store import EngramStore, StoreError
 
 STORE_ENV = "DS41_ENGRAM_STORE"
 UNFILLED_ENV = "DS41_ENGRAM_UNFILLED"
+THREADS_ENV = "DS41_ENGRAM_THREADS"
 
 # vLLM configures only loggers below "vllm".
 logger = init_logger("vllm.ds41_engine")
@@ -176,12 +182,18 @@ class RowCache(nn.Module, AttentionLayerBase):
 def check_supported(vllm_config: VllmConfig) -> None:
     """Raise ValueError (one line) for what the CPU model does not do."""
     parallel = vllm_config.parallel_config
-    for flag, value in (
-        ("--tensor-parallel-size", parallel.tensor_parallel_size),
-        ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
-    ):
-        if value != 1:
-            raise ValueError(f"{flag}: expected 1 on CPU, found {value}; start the engine without {flag}")
+    if parallel.pipeline_parallel_size != 1:
+        raise ValueError(
+            f"--pipeline-parallel-size: expected 1 on CPU, found {parallel.pipeline_parallel_size}; "
+            "start the engine without --pipeline-parallel-size"
+        )
+    multimodal = vllm_config.model_config.multimodal_config
+    mode = multimodal.mm_encoder_tp_mode if multimodal is not None else "data"
+    if parallel.tensor_parallel_size != 1 and mode != "data":
+        raise ValueError(
+            f"--mm-encoder-tp-mode: expected data with --tensor-parallel-size {parallel.tensor_parallel_size} on CPU "
+            f"(every rank has the whole vision tower), found {mode}; add --mm-encoder-tp-mode data"
+        )
     if vllm_config.speculative_config is not None:
         raise ValueError(
             "--speculative-config: expected none on CPU (no drafter), found one; start the engine without it"
@@ -207,6 +219,7 @@ class TextModel(Backbone):
             RowCache(vllm_config, f"{prefix}.layers.{layer}.attn", width) for layer in range(shape.num_hidden_layers)
         ]
         self.hash: EngramHash | None = None
+        self.rows: EngramRows | None = None
         if shape.engram_layer_ids:
             self.hash = self._build_hash(model_config)
             self._open_tables(self.hash, Path(model_config.model))
@@ -249,24 +262,41 @@ class TextModel(Backbone):
             samples[layer] = [*first.tolist(), *(first + hashing.primes[index].reshape(-1) - 1).tolist()]
         rows = dict(zip(shape.engram_layer_ids, shape.engram_num_embeddings, strict=True))
         store = EngramStore.open(Path(folder), rows, samples, pack)
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self.rows = EngramRows(store, hashing, rank, ranks, _gather_columns)
+        try:
+            store.use_kernels(gather_threads(), worker=rank)
+        except StoreError as error:
+            logger.warning("ds41: Engram rows are gathered by numpy: %s", error)
         for layer in shape.engram_layer_ids:
-            self.block(layer).engram.lookup = _store_lookup(store, layer)
+            self.block(layer).engram.lookup = self.rows.lookup(layer)
+            proven = self.rows.prove(layer, pack)
             logger.info(
                 "ds41: Engram store layer %d: %d rows x 264 B mapped read-only from %s", layer, rows[layer], folder
             )
+            logger.info(
+                "ds41: Engram layer %d: rank %d of %d reads rows [%d, %d) columns [%d, %d), %d rows proven",
+                layer, rank, ranks, *self.rows.span(layer), self.rows.first, self.rows.end, proven,
+            )  # fmt: skip
+        logger.info("ds41: Engram gather: %s, store on %s", store.how, store.manifest.page_kind)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embed.weight)
 
     def engram_rows(self, batch: PagedBatch, token_ids: Tensor) -> Tensor | None:
-        """Table rows ``[T, layers, columns]`` of the batch's tokens; padding rows get row 0."""
+        """Table rows ``[T, layers, columns]`` of the batch's tokens."""
         if self.hash is None:
             return None
         depth = self.shape.engram_max_ngram_size - 1
         ids, positions, wanted = batch.lookback(token_ids, depth)
         compressed = torch.where(ids == IMAGE_TOKEN_ID, DEAD, self.token_map[ids])
-        rows = torch.from_numpy(self.hash.row_ids(compressed.numpy(), positions.numpy()))[wanted]
-        return F.pad(rows, (0, 0, 0, 0, 0, token_ids.shape[0] - rows.shape[0]))
+        found = torch.from_numpy(self.hash.row_ids(compressed.numpy(), positions.numpy()))[wanted]
+        # padding rows read the first row of each of their sub-tables: every id stays in its own rank's range
+        padding = torch.from_numpy(self.hash.offsets)[None].expand(token_ids.shape[0] - found.shape[0], -1, -1)
+        rows = torch.cat((found, padding))
+        if self.rows is not None:
+            self.rows.start(rows.numpy(), self.shape.engram_layer_ids)
+        return rows
 
     def run(self, token_ids: Tensor, positions: Tensor, embeddings: Tensor) -> Tensor:
         """Hidden states ``[T, hidden]`` fp32 of one batch; during the profile run the embeddings themselves."""
@@ -303,11 +333,18 @@ def unfilled() -> bool:
     return value == "1"
 
 
-def _store_lookup(store: EngramStore, layer: int) -> RowLookup:
-    def lookup(row_ids: Tensor) -> Tensor:
-        return decode_engram_records(torch.from_numpy(store.gather(layer, row_ids.numpy())))
+def gather_threads() -> int:
+    """Threads of this process that gather Engram rows: the switch's, else torch's own count."""
+    value = os.environ.get(THREADS_ENV, "")
+    if value and not (value.isdecimal() and 1 <= int(value) <= 64):
+        raise ValueError(f"{THREADS_ENV}: expected 1 to 64, found {value!r}; unset it")
+    return int(value) if value else torch.get_num_threads()
 
-    return lookup
+
+def _gather_columns(mine: Tensor) -> Tensor:
+    """``[T, columns, n]`` of every tensor-parallel rank, side by side."""
+    gathered: Tensor = tensor_model_parallel_all_gather(mine, dim=1)
+    return gathered
 
 
 def _zero_lookup(width: int) -> RowLookup:

@@ -1,0 +1,308 @@
+"""Building the Engram store: the shard is read once, and on the way hashed and laid out as records."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ds41ctl.adapters import files, kernels, numa, pack, safetensors, store, storeplace
+from ds41ctl.core.engram import RECORD_BYTES, SCALE_BYTES, WEIGHT_BYTES, Geometry, Part, placement
+from ds41ctl.core.errors import IntegrityError, NoSpaceError
+from ds41ctl.core.layout import Layout
+from ds41ctl.core.profile import EngramTable
+
+Progress = Callable[[str, dict[str, Any]], None]
+ALLOCATE_BYTES = 256 << 20  # pages taken at a time, so that a build that must stop stops soon
+PROGRESS_EVERY_S = 0.5
+HUGE_SHARE = 0.99  # of the bytes on huge pages: less is said aloud
+_MADV_COLLAPSE = 25  # Linux 6.1: gathers small pages of a tmpfs into huge ones
+
+
+@dataclass(frozen=True)
+class Source:
+    """One table and where its two tensors lie."""
+
+    table: EngramTable
+    shard: Path
+    weight: safetensors.Tensor
+    scale: safetensors.Tensor
+    parts: tuple[Part, ...]
+    boundaries: tuple[tuple[int, int], ...]
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes to read."""
+        return self.shard.stat().st_size
+
+
+def sources(layout: Layout, geometry: Geometry) -> list[Source]:
+    """Every table's tensors and how it is split over NUMA nodes, from the headers alone.
+
+    Raises IntegrityError when a shard is missing, is not whole, or its tensors have another type or shape.
+    """
+    nodes = storeplace.nodes_for(layout.profile.engram.storage)
+    found = []
+    for index, table in enumerate(layout.profile.model.engram):
+        shard, weight, scale = pack.engram_tensors(layout.model_dir, table.layer)
+        for tensor, dtype, width in ((weight, "F8_E4M3", WEIGHT_BYTES), (scale, "F8_E8M0", SCALE_BYTES)):
+            if tensor.dtype != dtype or tensor.shape != (table.rows, width):
+                raise IntegrityError(
+                    f"{shard.name}: {tensor.name} is {tensor.dtype} {list(tensor.shape)}, "
+                    f"expected {dtype} [{table.rows}, {width}]",
+                    hints=("ds41ctl fetch --verify",),
+                )
+            if tensor.end - tensor.begin != table.rows * width:
+                raise IntegrityError(
+                    f"{shard.name}: {tensor.name} has {tensor.end - tensor.begin} bytes, expected {table.rows * width}"
+                )
+        bounds = tuple(geometry.boundaries(index))
+        found.append(Source(table, shard, weight, scale, placement(bounds, nodes), bounds))
+    return found
+
+
+def build(layout: Layout, geometry: Geometry, progress: Progress) -> Path:
+    """Build the store: a place for it, every table's records, the manifest last. Returns its folder.
+
+    Whatever an earlier build left is given back first. On any failure nothing of this one is left but what the ledger
+    names. Raises IntegrityError when a shard is not the pinned one or lacks its table, NoSpaceError before the first
+    byte when memory or filesystem are too small, AlreadyRunningError while a process maps the store.
+    """
+    found = sources(layout, geometry)
+    storeplace.release(layout)
+    tables = [(source.table.layer, source.parts) for source in found]
+    place = storeplace.find(layout, tables, lambda text: progress(text, {}))
+    progress(f"{place.rows}: {place.kind}", {"dir": str(place.rows)})
+    loops = kernels.loops(layout.dirs.cache)
+    if loops.note:
+        progress(f"rows are laid out by plain Python, several times slower: {loops.note}", {})
+    try:
+        meter = _Meter(sum(source.shard_bytes for source in found), progress)
+        layers, backings = [], []
+        for source in found:
+            item, backing = _build_table(layout, place, source, loops, meter)
+            layers.append(item)
+            backings += backing
+        _publish(layout, place, layers, backings, progress)
+    except BaseException:
+        # what was taken is given back now when the system lets us, else by the next build or drop
+        with contextlib.suppress(Exception):
+            storeplace.release(layout)
+        raise
+    return place.home
+
+
+class _Meter:
+    """Progress of all tables together, with the time left."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self.total, self.done, self._progress = total, 0, progress
+        self._started = self._shown = time.monotonic()
+
+    def add(self, layer: int, count: int) -> None:
+        self.done += count
+        now = time.monotonic()
+        if now - self._shown < PROGRESS_EVERY_S and self.done < self.total:
+            return
+        self._shown = now
+        rate = self.done / max(now - self._started, 1e-9)
+        left = (self.total - self.done) / rate
+        text = f"layer {layer}, {rate / 1e9:.1f} GB/s, {left:.0f} s left"
+        self._progress(
+            text, {"bytes": self.done, "total": self.total, "bytes_per_s": round(rate), "eta_s": round(left, 1)}
+        )
+
+
+def _build_table(
+    layout: Layout, place: storeplace.Place, source: Source, loops: kernels.Loops, meter: _Meter
+) -> tuple[dict[str, Any], list[numa.Backing]]:
+    """One table's record files under their final names, and its entry of the manifest."""
+    layer = source.table.layer
+    split = len(source.parts) > 1
+    with contextlib.ExitStack() as stack:
+        made: list[tuple[Part, Path, mmap.mmap]] = []
+        for part in source.parts:
+            path = place.rows / store.record_file(layer, part.node if split else None)
+            node = part.node if split else None
+            made.append((part, path, stack.enter_context(_allocated(path, part, place.kind, node))))
+        digest = _fill(source, [(part, view) for part, _, view in made], loops, meter)
+        pin = {item.name: item for item in pack.expected(layout)}.get(source.shard.name)
+        if pin is not None and digest != pin.sha256:
+            raise IntegrityError(
+                f"{source.shard.name}: sha256 {digest[:12]}... read, {pin.sha256[:12]}... pinned",
+                hints=("ds41ctl fetch --repair",),
+            )
+        backings = [_settled(_part_name(path), view, place.kind) for _, path, view in made]
+        for _, path, _ in made:
+            _part_name(path).rename(path)
+    parts = [
+        {
+            "file": path.name,
+            "node": part.node,
+            "first_row": part.first_row,
+            "rows": part.rows,
+            "bytes": part.rows * RECORD_BYTES,
+        }
+        for part, path, _ in made
+    ]
+    item: dict[str, Any] = {
+        "layer": layer,
+        "rows": source.table.rows,
+        "bytes": source.table.rows * RECORD_BYTES,
+        "parts": parts,
+        "source_file": source.shard.name,
+        "source_size": source.shard_bytes,
+        "source_sha256": digest,
+        "revision": pin.revision if pin is not None else "",
+    }
+    return {**item, "canaries": _canaries(place.rows, item, source.boundaries)}, backings
+
+
+def _part_name(path: Path) -> Path:
+    return path.with_name(path.name + files.PART_SUFFIX)
+
+
+@contextlib.contextmanager
+def _allocated(path: Path, part: Part, kind: storeplace.Kind, node: int | None) -> Iterator[mmap.mmap]:
+    """A new record file under its temporary name, every page of it there already, mapped for writing.
+
+    A page that is not there when it is touched would be a SIGBUS; here it is an error with words.
+    """
+    target = _part_name(path)
+    size = storeplace.padded(part, kind.page_bytes)
+    try:
+        handle = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise files.os_error(error, f"making {target}") from error
+    try:
+        try:
+            os.ftruncate(handle, size)
+            with numa.pages_on(node):
+                for begin in range(0, size, ALLOCATE_BYTES):
+                    os.posix_fallocate(handle, begin, min(ALLOCATE_BYTES, size - begin))
+            view = mmap.mmap(handle, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError as error:
+            where = f" on NUMA node {node}" if node is not None else ""
+            if isinstance(files.os_error(error, ""), NoSpaceError):
+                raise NoSpaceError(
+                    f"{size} bytes for {path.name}{where}: the pages are not to be had ({kind})",
+                    hints=("ds41ctl engram status", f"df -h {path.parent}", "free -h"),
+                ) from error
+            raise files.os_error(error, f"allocating {target}{where}") from error
+    finally:
+        os.close(handle)
+    with view:
+        yield view
+
+
+def _fill(source: Source, parts: list[tuple[Part, mmap.mmap]], loops: kernels.Loops, meter: _Meter) -> str:
+    """Read the shard once, lay its rows out, and return the sha256 of all its bytes.
+
+    Hashing, the slowest part, runs in a thread of its own while this one reads and places the rows.
+    """
+    digest = hashlib.sha256()
+    before: Future[None] | None = None
+    with ThreadPoolExecutor(1, "sha256") as hasher:
+        for tensor, row, piece in store.shard_pieces(source.shard, source.weight, source.scale):
+            hashed = hasher.submit(digest.update, piece)
+            if tensor is not None:
+                width = WEIGHT_BYTES if tensor is source.weight else SCALE_BYTES
+                offset = 0 if tensor is source.weight else WEIGHT_BYTES
+                for part, view in parts:
+                    begin = max(row, part.first_row)
+                    end = min(row + len(piece) // width, part.first_row + part.rows)
+                    if begin < end:
+                        at = (begin - part.first_row) * RECORD_BYTES + offset
+                        loops.scatter(view, at, piece[(begin - row) * width : (end - row) * width], width)
+            if before is not None:
+                before.result()  # its buffer is the next one to be read into
+            before = hashed
+            meter.add(source.table.layer, len(piece))
+    return digest.hexdigest()
+
+
+def _settled(path: Path, view: mmap.mmap, kind: storeplace.Kind) -> numa.Backing:
+    """What really holds the pages of a filled file, after asking once for what is missing."""
+    if kind.storage == "disk":
+        view.flush()
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        return numa.Backing(len(view), 0, 4, {})
+    path = path.resolve()  # smaps names files by their real path
+    found = numa.backing(path)
+    if kind.page != "4K" and found.huge_share < HUGE_SHARE and kind.storage == "tmpfs":
+        with contextlib.suppress(OSError):  # an older kernel, or no free huge page: measured again below
+            view.madvise(_MADV_COLLAPSE)
+        found = numa.backing(path)
+    return found
+
+
+def _canaries(rows: Path, item: dict[str, Any], boundaries: tuple[tuple[int, int], ...]) -> list[dict[str, Any]]:
+    """Digests of the first, a middle and the last record of every sub-table. All zero is refused."""
+    found = []
+    for number, (first, last) in enumerate(boundaries):
+        records = {row: store.read_record(rows, item, row) for row in sorted({first, (first + last) // 2, last})}
+        if not any(any(record[:WEIGHT_BYTES]) for record in records.values()):
+            raise IntegrityError(
+                f"layer {item['layer']}: rows {', '.join(map(str, records))} of sub-table {number} are all zero in "
+                f"{item['source_file']}: that table was never filled",
+                hints=("ds41ctl fetch --verify",),
+            )
+        found += [{"row": row, "sha256": hashlib.sha256(record).hexdigest()} for row, record in records.items()]
+    return found
+
+
+def _publish(
+    layout: Layout,
+    place: storeplace.Place,
+    layers: list[dict[str, Any]],
+    backings: list[numa.Backing],
+    progress: Progress,
+) -> None:
+    total = sum(item.bytes for item in backings)
+    share = sum(item.huge_bytes for item in backings) / total if total else 0.0
+    node_bytes: dict[int, int] = {}
+    for item in backings:
+        for node, count in item.node_bytes.items():
+            node_bytes[node] = node_bytes.get(node, 0) + count
+    kind = place.kind
+    if kind.storage == "disk":
+        page_kind = "on disk: rows are read from the drive"
+    else:
+        fstype = "hugetlbfs" if kind.storage == "hugetlb" else "tmpfs"
+        page = kind.page if share >= HUGE_SHARE else f"{share:.0%} on {kind.page}, rest 4K" if share else "4K"
+        page_kind = f"{fstype} {page}"
+        if kind.page != "4K" and share < HUGE_SHARE:
+            progress(f"only {share:.0%} of the bytes are on huge pages: the gather will be slower", {})
+    relative = place.rows.relative_to(place.home) if place.rows.is_relative_to(place.home) else place.rows
+    files.publish_json(
+        place.home / store.MANIFEST,
+        {
+            "format": store.FORMAT,
+            "record_bytes": RECORD_BYTES,
+            "storage": kind.storage,
+            "page_kind": page_kind,
+            "page_bytes": kind.page_bytes,
+            "huge_share": round(share, 4),
+            "node_bytes": {str(node): count for node, count in sorted(node_bytes.items())},
+            "memory_backed": kind.storage != "disk",
+            "boot_id": store.boot_id(),
+            "built_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "profile": layout.name,
+            "data_dir": "" if str(relative) == "." else str(relative),
+            "tensor_parallel": 1,
+            "layers": layers,
+        },
+        mode=0o600,
+    )

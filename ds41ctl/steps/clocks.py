@@ -1,0 +1,110 @@
+"""clocks: the SM clocks (and the CPU governor) are held for the engine that runs, and given back when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ds41ctl.adapters import clocks, nvml, proc, running
+from ds41ctl.adapters.store import boot_id
+from ds41ctl.core.errors import DeniedError, NotFoundError, UnsupportedError
+from ds41ctl.core.finding import Finding, Status
+from ds41ctl.core.layout import Layout
+from ds41ctl.core.lease import Lease, Process, judge_kept
+from ds41ctl.steps.runner import Goal, Progress
+
+
+def gpus(layout: Layout) -> list[str]:
+    """UUIDs of the profile's GPUs. Raises UnsupportedError when NVML cannot name them all."""
+    found = nvml.survey()
+    if found.gpus is None:
+        raise UnsupportedError(f"the GPUs cannot be asked: {found.note}", hints=("ds41ctl preflight --only gpu",))
+    wanted = [index for _, group in layout.gpu_groups for index in group] or list(range(layout.profile.hardware.gpus))
+    known = {gpu.index: gpu.uuid for gpu in found.gpus if gpu.uuid}
+    missing = [index for index in wanted if index not in known]
+    if missing:
+        raise UnsupportedError(f"GPU {missing[0]} does not answer", hints=("ds41ctl preflight --only gpu.count",))
+    return [known[index] for index in wanted]
+
+
+class ClockLease:
+    """Hold the profile's clock for the running engine (or for `owner`)."""
+
+    name = "clocks"
+
+    def __init__(self, layout: Layout, *, owner: Process | None = None) -> None:
+        self.layout = layout
+        self._owner = owner
+        self.notes: list[str] = []
+
+    def owner(self) -> Process:
+        """Who the lease is for. Raises NotFoundError when no engine runs."""
+        if self._owner is not None:
+            return self._owner
+        record = running.read(self.layout.record_path)
+        if record is None or not record.alive():
+            raise NotFoundError(f"no engine of {self.layout.name} runs", hints=("ds41ctl serve",))
+        return Process(pid=record.pid, start_ticks=record.start_ticks)
+
+    def unavailable(self) -> str:
+        """'' when this user may lock clocks here, else why not. Touches nothing."""
+        found = nvml.survey()
+        if not found.gpus:
+            return found.note or "no GPU answers"
+        if clocks.way_of_this_user() == "root" or proc.sudo_passwordless():
+            return ""
+        asked = proc.run(["sudo", "-n", "-l", *clocks.reset_argv(found.gpus[0].uuid)], timeout=5)
+        return "" if asked.ok else "neither root nor sudo without a password"
+
+    def check(self) -> Goal:
+        """A whole lease of this boot for that owner, with a live guardian."""
+        lease = clocks.read(clocks.journal(self.layout.dirs.state, self.layout.name))
+        if lease is None or not lease.locked:
+            return Goal(False, "not locked")
+        if lease.boot_id != boot_id() or lease.owner != self.owner() or not clocks.alive(lease.guardian):
+            return Goal(False, "the lease is not this engine's, or nobody guards it")
+        if lease.mhz != self.layout.profile.clocks.sm_mhz:
+            return Goal(False, f"locked at {lease.mhz} MHz")
+        return Goal(
+            True,
+            f"{lease.mhz} MHz asked of {len(lease.uuids)} GPUs (lease of pid {lease.owner.pid if lease.owner else 0}); "
+            "load will show whether they keep it",
+            {"mhz": lease.mhz, "gpus": len(lease.uuids)},
+        )
+
+    def do(self, progress: Progress) -> None:
+        """Take the lease. Raises DeniedError when this user may not lock clocks."""
+        target = self.layout.profile.clocks.sm_mhz
+        if target is None:
+            raise UnsupportedError(f"profile {self.layout.name} leaves clocks alone")
+        why = self.unavailable()
+        if why:
+            raise DeniedError(f"{target} MHz cannot be locked: {why}", hints=(sudoers_hint(self.layout),))
+        progress(f"locking {target} MHz", {})
+        _, self.notes = clocks.acquire(
+            self.layout.dirs.state,
+            profile=self.layout.name,
+            uuids=gpus(self.layout),
+            mhz=target,
+            governor=self.layout.profile.clocks.governor,
+            owner=self.owner(),
+        )
+
+
+def sudoers_hint(layout: Layout) -> str:
+    """The command that prints what an administrator must allow."""
+    return f"ds41ctl clocks sudoers --profile {layout.name}   # the lines for: sudo visudo -f /etc/sudoers.d/ds41ctl"
+
+
+class ClockProof:
+    """Whether the clock was kept: samples taken while something else gave the GPUs work."""
+
+    name = "clocks-kept"
+
+    def __init__(self, lease: Lease, sampler: clocks.Sampler) -> None:
+        self.lease, self.sampler = lease, sampler
+
+    def judge(self, on_finding: Callable[[Finding], None], progress: Progress) -> Goal:
+        """Judge what the sampler saw. Passes unless a GPU fell below the target."""
+        finding = judge_kept(self.lease.mhz, self.sampler.samples)
+        on_finding(finding)
+        return Goal(finding.status is not Status.FAIL, finding.summary)

@@ -1,0 +1,61 @@
+"""Compiling the library. Standard library only: it also runs where the package is not installed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = ("gather.cpp", "disk.cpp")
+HEADERS = ("pool.h", "gather_loop.inc")
+LIBRARY = "libds41_kernels.so"
+# no -march: the library must run on every processor of the platform, and chooses its loops when it is loaded
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
+COMPILERS = ("c++", "g++", "clang++")
+TIMEOUT_S = 300
+
+
+def compiler() -> str:
+    """Path of the C++ compiler: ``CXX``, else the first of :data:`COMPILERS` on PATH; '' when there is none."""
+    for name in (os.environ.get("CXX", ""), *COMPILERS):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    return ""
+
+
+def source_digest() -> str:
+    """sha256 over names and bytes of everything that goes into the library, and the flags."""
+    digest = hashlib.sha256(repr(FLAGS).encode())
+    for name in (*SOURCES, *HEADERS):
+        digest.update(name.encode() + b"\0" + (HERE / name).read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def compile_library(target: Path) -> str:
+    """Compile into ``target`` (published by rename); '' when done, else one line why not."""
+    program = compiler()
+    if not program:
+        return f"no C++ compiler ({', '.join(COMPILERS)})"
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    argv = [program, *FLAGS, "-o", str(part), *(str(HERE / name) for name in SOURCES)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+            return f"{program} ended with {done.returncode}: {errors[0].strip()[:200]}"
+        part.replace(target)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{program}: {error}"
+    finally:
+        part.unlink(missing_ok=True)
+    return ""
+
+
+def platform_tag() -> str:
+    """Platform tag of a wheel with this library, for example ``linux_x86_64``."""
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")

@@ -1,0 +1,358 @@
+"""The hybrid of the CMP profile from three fetched packs in the real naming, and every broken variant of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds41ctl.adapters import pack, profiles
+from ds41ctl.adapters.download import Limits
+from ds41ctl.adapters.hub import Hub
+from ds41ctl.core.errors import IntegrityError, NotFoundError, UnsupportedError
+from ds41ctl.core.layout import Layout
+from ds41ctl.core.profile import EngramTable, Profile
+from ds41ctl.core.tensors import contract
+from ds41ctl.steps.fetch import Fetch
+from ds41ctl.steps.graft import GraftPack
+from ds41ctl.steps.inspect import describe
+from ds41ctl.steps.verify import VerifyPack
+from tests.fakes.hub import FakeHub
+from tests.fakes.packs import layout_for
+from tests.fakes.v41 import ENGRAM_LAYERS, EXPERTS, LAYERS, REAL, ROWS, Stored, config, exl3, files_of, official
+
+GRAFTED = (18, 19, 20, 21, 22)
+TENSORS = len(contract(config(), routed="exl3")) + LAYERS * EXPERTS * 3 - 4  # a marker a matrix; tables stay outside
+SETTINGS = {"quant_method": "exl3", "bits": 2.9, "layer_bits": {"18": 2}, "tensor_storage": {"kept": {"x": 1}}}
+Shards = dict[str, Stored]
+
+
+def silent(text: str, data: dict[str, Any]) -> None:
+    """Nobody listens."""
+
+
+def small_profile(**updates: Any) -> Profile:
+    """The CMP profile with the counts of the small packs."""
+    base = profiles.read(profiles.find("cmp170hx-tp4"))
+    assert base.model.graft is not None
+    tables = tuple(
+        EngramTable(layer=layer, rows=rows, shard=f"model-000{47 + number}-of-00048.safetensors")
+        for number, (layer, rows) in enumerate(zip(ENGRAM_LAYERS, ROWS, strict=True))
+    )
+    counts = {"tensors": TENSORS, "grafted": len(GRAFTED) * EXPERTS * 3 * 4, **updates}
+    graft = base.model.graft.model_copy(update=counts)
+    return base.model_copy(update={"model": base.model.model_copy(update={"graft": graft, "engram": tables})})
+
+
+@pytest.fixture(scope="module")
+def packs() -> dict[str, Shards]:
+    """The three packs of the recipe: the 2.9 bpw one has 2 bits in the layers to be grafted."""
+    return {
+        "deepseek-ai/DeepSeek-V4.1-Flash-1017": official(),
+        "LibertAIDAI/DeepSeek-V4.1-Flash-1017-EXL3-2.9bpw": exl3(lambda layer: 2 if layer in GRAFTED else 3, 43),
+        "LibertAIDAI/DeepSeek-V4.1-Flash-1017-EXL3-3.5bpw": exl3(lambda layer: 3 if layer in GRAFTED else 4, 44),
+    }
+
+
+TRUNK, EXPERTS_REPO, DONOR = (
+    "deepseek-ai/DeepSeek-V4.1-Flash-1017",
+    "LibertAIDAI/DeepSeek-V4.1-Flash-1017-EXL3-2.9bpw",
+    "LibertAIDAI/DeepSeek-V4.1-Flash-1017-EXL3-3.5bpw",
+)
+
+
+def fetched(tmp_path: Path, packs: dict[str, Shards], profile: Profile) -> Layout:
+    """All three packs through the real fetch from a loopback Hub."""
+    layout = layout_for(profile, tmp_path, model=tmp_path / "data" / "models" / "hybrid")
+    revisions = {source.repo: source.revision for source in profile.model.hub_sources}
+    with FakeHub() as hub:
+        for repo, shards in packs.items():
+            settings = None if repo == TRUNK else SETTINGS
+            hub.add(repo, files_of(shards, settings), revision=revisions[repo])
+        Fetch(layout, hub=lambda: Hub(hub.url, None, False, False, Limits(stall_s=20))).do(silent)
+    return layout
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory, packs: dict[str, Shards]) -> Layout:
+    """Fetched and grafted once; tests that change something copy it."""
+    layout = fetched(tmp_path_factory.mktemp("graft"), packs, small_profile())
+    GraftPack(layout).do(silent)
+    return layout
+
+
+@pytest.fixture
+def layout(tmp_path: Path, ready: Layout) -> Iterator[Layout]:
+    """A copy of the fetched and grafted folders (links stay links)."""
+    root = ready.dirs.data.parent
+    shutil.copytree(root, tmp_path / "copy", symlinks=True, dirs_exist_ok=True)
+    copied = layout_for(ready.profile, tmp_path / "copy", model=tmp_path / "copy" / "data" / "models" / "hybrid")
+    Fetch(copied, hub=lambda: pytest.fail("nothing is missing")).do(silent)  # copies have inodes of their own
+    yield copied
+
+
+def test_three_repositories_come_into_three_folders_and_of_the_donor_five_shards_alone(ready: Layout) -> None:
+    held = pack.holdings(ready)
+    assert held is not None and len(held) == 3
+    donor = next(h for h in held if h.folder.name.endswith("3.5bpw"))
+    assert sorted(item.name for item in donor.items) == [f"model-000{n}-of-00044.safetensors" for n in range(20, 25)]
+
+
+def test_the_hybrid_names_the_recipes_tensors_by_links_and_copies_no_weight(ready: Layout) -> None:
+    folder = ready.model_dir
+    assert GraftPack(ready).check().reached
+    index = json.loads((folder / pack.INDEX).read_text())["weight_map"]
+    assert len(index) == TENSORS and not any("engram.embed" in name for name in index)
+    shards = list(folder.glob("*.safetensors"))
+    assert shards and all(path.is_symlink() and not path.readlink().is_absolute() for path in shards)
+    assert all(path.exists() for path in shards)
+    regular = {path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink()}
+    made = {"config.json", "quantization_config.json", pack.INDEX}
+    assert regular == made | {name + pack.SIDECAR for name in made} | {pack.GRAFT}
+    for name, shard in index.items():
+        if ".ffn.experts." in name and name.startswith("layers."):
+            layer = int(name.split(".")[1])
+            assert shard == f"model-{layer + 2:05}-of-{44 if layer in GRAFTED else 43:05}.safetensors"
+        else:
+            assert shard.endswith("-of-00048.safetensors")
+    assert (folder / "encoding" / "notes.json").resolve().is_file() and (folder / "tokenizer.json").is_symlink()
+
+
+def test_bits_are_written_from_the_shapes_and_not_from_what_a_config_claimed(ready: Layout) -> None:
+    settings = json.loads((ready.model_dir / "config.json").read_text())["quantization_config"]
+    assert settings == json.loads((ready.model_dir / "quantization_config.json").read_text())
+    assert settings["bits"] == 3 and settings["layer_bits"] == {str(layer): 3 for layer in range(LAYERS)}
+    storage = settings["tensor_storage"]
+    assert storage["kept"] == {"x": 1} and len(storage) == 1 + len(GRAFTED) * EXPERTS * 3
+    entry = storage["layers.18.ffn.experts.0.w1"]
+    assert entry["bits_per_weight"] == 3 and len(entry["stored_tensors"]) == 4
+
+
+def test_the_engram_tables_are_reachable_although_the_index_does_not_name_them(ready: Layout) -> None:
+    for layer, rows in zip(ENGRAM_LAYERS, ROWS, strict=True):
+        shard, weight, scale = pack.engram_tensors(ready.model_dir, layer)
+        assert shard.name == f"model-000{47 if layer == 1 else 48}-of-00048.safetensors"
+        assert weight.shape == (rows, 256) and scale.shape == (rows, 8)
+    facts = pack.inspect(ready)
+    assert len(facts.engram_tensors) == 4 and facts.problems == () and facts.bytes_missing == 0
+    assert all(item.verified for item in facts.files)
+
+
+def test_the_finished_hybrid_passes_verify_and_inspect(ready: Layout) -> None:
+    for quick in (True, False):
+        step = VerifyPack(ready, quick=quick)
+        assert step.judge(lambda finding: None, silent).reached, step.findings
+    found = describe(ready.model_dir)
+    assert found.codebooks == {"mul1": LAYERS * EXPERTS * 3} and set(found.layer_bits.values()) == {"3"}
+    assert found.outside == 4 and found.tensors == TENSORS and found.links == found.shards
+    assert ("bits", "layers 0-39: 3 bits a weight") in found.lines() and ("roles", "all complete") in found.lines()
+    before = describe(pack.holdings(ready)[1].folder)  # type: ignore[index]
+    assert before.layer_bits[18] == "2" and any(item.failed() for item in before.findings), "no trunk in that one"
+
+
+def test_grafting_again_changes_nothing(layout: Layout) -> None:
+    GraftPack(layout).do(silent)  # the copy lies elsewhere: made anew, by links into the copied folders
+    before = {path: path.lstat().st_mtime_ns for path in layout.model_dir.rglob("*")}
+    assert GraftPack(layout).check().reached
+    assert {path: path.lstat().st_mtime_ns for path in layout.model_dir.rglob("*")} == before
+
+
+def test_the_models_folder_may_move_as_a_whole(layout: Layout, tmp_path: Path) -> None:
+    GraftPack(layout).do(silent)
+    (layout.dirs.data / "models").rename(tmp_path / "elsewhere")
+    assert all(path.exists() for path in (tmp_path / "elsewhere" / "hybrid").glob("*.safetensors"))
+
+
+LINK = "model-00020-of-00044.safetensors"
+
+
+def relink(folder: Path, to: str) -> None:
+    (folder / LINK).unlink()
+    (folder / LINK).symlink_to(to)
+
+
+def copied(folder: Path, name: str) -> None:
+    source = (folder / name).resolve()
+    (folder / LINK).unlink()
+    shutil.copy(source, folder / LINK)
+
+
+def other_codebook(shards: Shards) -> None:
+    of(shards, EXPERT + ".suh")[EXPERT + ".mcg"] = of(shards, EXPERT + ".mul1").pop(EXPERT + ".mul1")
+
+
+HARM: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a link is gone": (lambda p: (p / LINK).unlink(), "missing"),
+    "a link dangles": (lambda p: relink(p, "nowhere"), "dangling link"),
+    "a link leads elsewhere": (
+        lambda p: relink(p, "model-00021-of-00044.safetensors"),
+        "not the link to",
+    ),
+    "a link became a file": (
+        lambda p: copied(p, LINK),
+        "not the link to",
+    ),
+    "the shard behind it changed": (
+        lambda p: (p / LINK).resolve().write_bytes(bytes((p / LINK).stat().st_size)) and None,
+        "changed since it was verified",
+    ),
+    "the index was edited": (lambda p: (p / pack.INDEX).write_bytes(b"{}") and None, "bytes, expected"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_hybrid_that_was_touched_is_noticed(layout: Layout, harm: str) -> None:
+    GraftPack(layout).do(silent)
+    change, text = HARM[harm]
+    change(layout.model_dir)
+    goal = GraftPack(layout).check()
+    assert not goal.reached and text in goal.text
+    assert not VerifyPack(layout, quick=True).judge(lambda finding: None, silent).reached
+
+
+# ---- broken sources: refused, the tensor named
+
+EXPERT = "layers.20.ffn.experts.1.w2"
+
+
+def of(shards: Shards, name: str) -> Stored:
+    """The shard that holds a tensor."""
+    return next(tensors for tensors in shards.values() if name in tensors)
+
+
+def drop(name: str) -> Callable[[Shards], None]:
+    return lambda shards: of(shards, name).pop(name) and None
+
+
+def put(name: str, dtype: str, shape: list[int], beside: str = "") -> Callable[[Shards], None]:
+    import math
+
+    from ds41ctl.core.tensors import DTYPE_BITS
+
+    data = bytes(math.prod(shape) * DTYPE_BITS[dtype] // 8)
+    return lambda shards: of(shards, beside or name).update({name: (dtype, shape, data)})
+
+
+def rate(name: str, bits: float) -> Callable[[Shards], None]:
+    return put(name, "I16", [8, 8, int(16 * bits)])
+
+
+def move(name: str, to: str) -> Callable[[Shards], None]:
+    return lambda shards: shards[to].update({name: of(shards, name).pop(name)})
+
+
+WQ = "layers.7.attn.wq_a.weight"
+TABLE = "layers.14.engram.embed"
+BROKEN: dict[str, tuple[str, Callable[[Shards], None], str]] = {
+    "a grafted trellis is missing": (DONOR, drop(EXPERT + ".trellis"), rf"{EXPERT}\.trellis .* is missing"),
+    "a grafted suh is missing": (DONOR, drop(EXPERT + ".suh"), rf"{EXPERT}\.suh .* is missing"),
+    "one grafted matrix has 2 bits": (DONOR, rate(EXPERT + ".trellis", 2), rf"{EXPERT}\.trellis has 2 bits"),
+    "one grafted matrix has 3.5 bits": (DONOR, rate(EXPERT + ".trellis", 3.5), rf"{EXPERT}\.trellis has 3\.5 bits"),
+    "a trellis of impossible rate": (DONOR, put(EXPERT + ".trellis", "I16", [8, 8, 50]), "no trellis of 1 to 8 bits"),
+    "a trellis of another matrix": (DONOR, put(EXPERT + ".trellis", "I16", [8, 9, 48]), r"w2\.trellis has shape"),
+    "a trellis of another dtype": (DONOR, put(EXPERT + ".trellis", "U16", [8, 8, 48]), rf"{EXPERT}\.trellis is U16"),
+    "a short suh": (DONOR, put(EXPERT + ".suh", "F16", [64]), rf"{EXPERT}\.suh has shape \[64\]"),
+    "a svh in F32": (DONOR, put(EXPERT + ".svh", "F32", [128]), rf"{EXPERT}\.svh is F32"),
+    "a matrix of another codebook": (
+        DONOR,
+        other_codebook,
+        f"{EXPERT} has codebook mcg",
+    ),
+    "a matrix without a marker": (DONOR, drop(EXPERT + ".mul1"), f"{EXPERT} has codebook 3inst"),
+    "a matrix with two markers": (DONOR, put(EXPERT + ".mcg", "I32", [], EXPERT + ".suh"), "two codebook markers"),
+    "a marker that is no scalar": (DONOR, put(EXPERT + ".mul1", "I32", [2]), rf"{EXPERT}\.mul1 is I32 \[2\]"),
+    "a bias nobody reads": (DONOR, put(EXPERT + ".bias", "F16", [128], EXPERT + ".suh"), r"\.bias is in no V4\.1 pack"),
+    "an expert of another layer is missing": (
+        EXPERTS_REPO,
+        drop("layers.3.ffn.experts.0.w1.svh"),
+        r"layers\.3\.ffn\.experts\.0\.w1\.svh .* is missing",
+    ),
+    "a trunk tensor is missing": (TRUNK, drop(WQ), rf"{WQ} \(attention\) is missing"),
+    "a trunk tensor has another dtype": (TRUNK, put(WQ, "BF16", [32, 128]), f"{WQ} is BF16, expected F8_E4M3"),
+    "a trunk tensor has another shape": (TRUNK, put(WQ, "F8_E4M3", [128, 32]), f"{WQ} has shape"),
+    "a tensor nobody knows": (TRUNK, put("layers.7.attn.extra", "BF16", [4], WQ), r"attn\.extra is in no V4\.1"),
+    "a drafter tensor is missing": (TRUNK, drop("mtp.0.main_norm.weight"), r"mtp\.0\.main_norm\.weight"),
+    "an Engram table is missing": (TRUNK, drop(TABLE + ".weight"), rf"{TABLE}\.weight is in no shard of the trunk"),
+    "an Engram scale in another shard": (
+        TRUNK,
+        move(TABLE + ".scale", "model-00047-of-00048.safetensors"),
+        rf"{TABLE}\.scale is in model-00047",
+    ),
+    "an Engram table with a row too few": (
+        TRUNK,
+        put(TABLE + ".weight", "F8_E4M3", [ROWS[1] - 1, 256]),
+        rf"{TABLE}\.weight has shape",
+    ),
+    "an Engram scale of another dtype": (TRUNK, put(TABLE + ".scale", "U8", [ROWS[1], 8]), rf"{TABLE}\.scale is U8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_source_is_refused_with_the_tensor_named(tmp_path: Path, packs: dict[str, Shards], fault: str) -> None:
+    repo, change, text = BROKEN[fault]
+    broken = {name: {shard: dict(tensors) for shard, tensors in shards.items()} for name, shards in packs.items()}
+    change(broken[repo])
+    layout = fetched(tmp_path, broken, small_profile())
+    with pytest.raises(IntegrityError, match=text):
+        GraftPack(layout).do(silent)
+    assert not layout.model_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ({"tensors": TENSORS + 1}, f"has {TENSORS} tensors, expected {TENSORS + 1}"),
+        ({"grafted": 121}, "120 tensors of layers 18-22 come from .*, expected 121"),
+        ({"bits": 4}, r"has 3 bits a weight, expected 4"),
+    ],
+)
+def test_counts_that_are_not_the_profiles_are_refused(layout: Layout, counts: dict[str, Any], text: str) -> None:
+    other = layout_for(small_profile(**counts), layout.dirs.data.parent, model=layout.model_dir)
+    with pytest.raises(IntegrityError, match=text):
+        GraftPack(other).do(silent)
+
+
+def test_a_folder_that_somebody_else_made_is_left_alone(layout: Layout) -> None:
+    (layout.model_dir / pack.GRAFT).unlink()
+    with pytest.raises(IntegrityError, match="was not made by pack graft"):
+        GraftPack(layout).do(silent)
+
+
+def test_without_its_sources_there_is_nothing_to_graft(tmp_path: Path) -> None:
+    layout = layout_for(small_profile(), tmp_path)
+    assert not GraftPack(layout).check().reached
+    with pytest.raises(NotFoundError, match="not fetched yet"):
+        GraftPack(layout).do(silent)
+    plain = layout_for(profiles.read(profiles.find("cpu-tiny")), tmp_path)
+    with pytest.raises(UnsupportedError, match="has no graft"):
+        GraftPack(plain).check()
+
+
+def test_an_unverified_source_is_refused_and_the_fetch_named(layout: Layout) -> None:
+    shard = next(iter(layout.dirs.data.rglob("model-00003-of-00043.safetensors")))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(IntegrityError, match="model-00003-of-00043") as caught:
+        GraftPack(layout).do(silent)
+    assert "ds41ctl fetch" in caught.value.hints[0]
+
+
+def test_a_graft_that_was_killed_is_made_again(layout: Layout) -> None:
+    new = layout.model_dir.with_name("hybrid.new")
+    layout.model_dir.rename(layout.model_dir.with_name("hybrid.old"))
+    new.mkdir()
+    (new / "half").write_bytes(b"x")
+    GraftPack(layout).do(silent)
+    assert GraftPack(layout).check().reached
+    assert sorted(path.name for path in layout.model_dir.parent.glob("hybrid*")) == ["hybrid", "hybrid.graft.lock"]
+
+
+def test_the_real_profile_asks_for_what_the_contract_gives() -> None:
+    """188,241 tensors and 23,040 grafted ones follow from the tensor inventory of the real checkpoint."""
+    graft = profiles.read(profiles.find("cmp170hx-tp4")).model.graft
+    assert graft is not None
+    assert graft.grafted == len(graft.layers) * 384 * 3 * 4
+    assert graft.tensors == len(contract(REAL, routed="exl3")) + 40 * 384 * 3 - 4
