@@ -509,7 +509,7 @@ def _clocks(name: str, case: _Case) -> Finding:
     found = f"{share:.1%} of {len(loaded)} samples, lowest {min(loaded)} MHz"
     if share < limits.clock_share_min:
         why = "a card runs below the clock that was locked: the lock is gone, latched low, or the card throttles"
-        return _fail(name, found, expected, why, "nvidia-smi -q -d CLOCK,PERFORMANCE")
+        return _fail(name, found, expected, why, "ds41ctl clocks status", "nvidia-smi -q -d CLOCK,PERFORMANCE")
     return _ok(name, found, expected)
 
 
@@ -539,7 +539,8 @@ def _xid(name: str, case: _Case) -> Finding:
     counts = [item.xid for item in case.trace.samples if item.xid is not None]
     if not counts:
         return _unknown(name, "the kernel log could not be read", "0 Xid", "sudo sysctl kernel.dmesg_restrict=0")
-    new = counts[-1] - counts[0]
+    # a full ring buffer forgets its oldest messages: only a growing count is a new one
+    new = sum(max(0, b - a) for a, b in itertools.pairwise(counts))
     if new > 0:
         why = "the driver reported a GPU fault: results since then cannot be trusted"
         return _fail(name, f"{new} new Xid messages", "0 Xid", why, "dmesg | grep -i xid")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds41ctl.adapters import nvml, proc, store
+from ds41ctl.adapters import kernel, nvml, proc, store
 from ds41ctl.adapters.running import Running
-
-_XID = re.compile(rb"NVRM: Xid \(")
-_RING = 64 * 1024 * 1024  # bytes of the kernel log at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +60,9 @@ def swapped_pages() -> int | None:
 
 
 def xid_count() -> int | None:
-    """NVIDIA Xid messages in the kernel's ring buffer."""
-    try:
-        handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    count = size = 0
-    try:
-        while size < _RING:
-            try:
-                record = os.read(handle, 8192)
-            except BlockingIOError:
-                return count
-            except BrokenPipeError:
-                continue  # overwritten while we read: go on with the next one
-            except OSError:
-                return None
-            size += len(record)
-            count += bool(_XID.search(record))
-        return count
-    finally:
-        os.close(handle)
+    """NVIDIA Xid messages in the kernel log since boot."""
+    found = kernel.log(Path("/"))
+    return sum(item.count for item in found.xids) if found.readable else None
 
 
 def _anonymous_mib(pids: list[int]) -> float | None:
@@ -108,13 +86,13 @@ def _gpus() -> tuple[GpuState, ...] | None:
         return None
     states = []
     for gpu in found:
-        total, free = gpu.memory_total_mib, getattr(gpu, "memory_free_mib", None)
+        total, free = gpu.memory_total_mib, gpu.memory_free_mib
         states.append(
             GpuState(
                 used_mib=float(total - free) if total is not None and free is not None else None,
-                sm_mhz=getattr(gpu, "sm_mhz", None),
-                throttle=getattr(gpu, "throttle", None),
-                temperature_c=getattr(gpu, "temperature_c", None),
+                sm_mhz=gpu.sm_mhz,
+                throttle=gpu.throttle,
+                temperature_c=gpu.temperature_c,
             )
         )
     return tuple(states)
