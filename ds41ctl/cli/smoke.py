@@ -139,5 +139,5 @@ def _fidelity(
         }
     )
     if junit is not None:
-        write_junit(junit, "ds41ctl fidelity", findings)
+        write_junit(junit, "ds41ctl smoke --fidelity", findings)
     _conclude(findings, all(item.status in (Status.OK, Status.WARN) for item in findings))
