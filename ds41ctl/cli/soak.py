@@ -39,7 +39,7 @@ app = group("Work the engine for hours as agents do, and judge what came of it."
 def run(
     profile: options.ProfileOpt = None,
     minutes: Annotated[
-        float | None, typer.Option("--minutes", min=0.2, max=10_080, help="Length (default: the profile's).")
+        float | None, typer.Option("--minutes", min=0.1, max=10_080, help="Length (default: the profile's).")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_MINUTES:g} minutes.")] = False,
     long: Annotated[bool, typer.Option("--long", help=f"{LONG_MINUTES / 60:g} hours.")] = False,
