@@ -84,7 +84,9 @@ def from_crontab(state: Path, url: str) -> subprocess.Popen[str]:
     """The printed line as cron starts it: by /bin/sh, with nothing in the environment."""
     shown = start(state, "schedule", "--json")
     command = json.loads(shown.communicate(timeout=60)[0])["data"]["cron"].split(" ", 5)[5]
-    command = command.replace("\\%", "%").replace("--minutes 30", f"--minutes {TICK_MINUTES} --mode fresh --target {url}")
+    command = command.replace("\\%", "%").replace(
+        "--minutes 30", f"--minutes {TICK_MINUTES} --mode fresh --target {url}"
+    )
     return subprocess.Popen(
         ["/bin/sh", "-c", command], env={}, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
