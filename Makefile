@@ -41,7 +41,7 @@ lint: $(BIN)/.dev
 
 PYTEST := $(BIN)/python -m pytest
 
-# long tests first and handed out one by one, so that no core waits for the other one's last
+# worksteal: a core that is through takes over what the other one still has to do
 test-fast: $(BIN)/.dev
 	$(PYTEST) -n 2 --dist worksteal tests/unit tests/contract
 

@@ -211,9 +211,12 @@ class _Bench:
         return Row(name, _rounded(total), "tok/s", detail), readings
 
     async def _prefill(self, tokens: int) -> tuple[Row, list[Reading]]:
-        name, rates, waits, lengths, readings = f"prefill.{tokens}", [], [], [], []
+        name, short = f"prefill.{tokens}", 0
+        rates: list[float] = []
+        waits: list[float] = []
+        lengths: list[int] = []
+        readings: list[Reading] = []
         marks: list[str] = []
-        short = 0
         while len(rates) < self._profile.bench.prefill_runs:
             before = await self._metrics()
             text = self._prompts.filler(round(LENGTH_ROOM * tokens))
