@@ -249,6 +249,25 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "toolchain.cdi-paths": "fail",
         },
     },
+    "h200-1x": {
+        "up": {
+            "gpu.count": "fail",
+            "gpu.name": "fail",
+            "gpu.memory": "unknown",
+            "gpu.capability": "fail",
+            "gpu.weights": "unknown",
+            "gpu.nvlink-quads": "fail",
+            "gpu.nvlink-ports": "fail",
+            "host.limits": "warn",
+            "host.ram": "fail",
+            "host.hugepages": "fail",
+            "host.hugepage-room": "fail",
+            "disk.data": "fail",
+            "env.inherited": "warn",
+            "toolchain.nvcc": "fail",
+            "toolchain.nvrtc": "fail",
+        },
+    },
     "h200-2x-nvlink": {
         "up": {
             "gpu.count": "fail",
