@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from ds41ctl.core.engram import (
     Geometry,
     Part,
     RankRange,
+    node_pages,
     pages,
     parallel_sizes,
     placement,
+    planned_placement,
     rank_ranges,
     sub_tables,
     unproven_rank,
@@ -26,6 +29,7 @@ from ds41ctl.core.layout import Dirs, Layout, layout
 from ds41ctl.core.settings import Settings
 from tests.fakes.packs import layout_for, local_profile, write_pack
 
+MIB, GIB = 1 << 20, 1 << 30
 # the real model's first Engram layer: 24 sub-tables, 384,006,168 rows
 SIZES = tuple(sub_tables(1, 16_000_000, 4, 8)[0])
 
@@ -355,3 +359,23 @@ def test_a_part_is_padded_to_whole_pages() -> None:
     assert storeplace.padded(Part(0, 0, 1), 4096) == 4096
     assert storeplace.padded(Part(0, 0, 7943), 2 << 20) == 2 << 20  # 2,096,952 bytes
     assert storeplace.padded(Part(0, 0, 7944), 2 << 20) == 4 << 20  # 64 bytes more than a page
+
+
+# ---- what preflight asks for before config.json is there
+
+
+@pytest.mark.parametrize("page_bytes", [2 * MIB, GIB])
+@pytest.mark.parametrize("nodes", [(), (0,), (0, 1), (0, 1, 2, 3)])
+def test_planned_pages_hold_the_models_tables_and_hardly_more(nodes: tuple[int, ...], page_bytes: int) -> None:
+    real, planned = [], []
+    for table in sub_tables(2, 16_000_000, 4, 8):  # DeepSeek-V4.1's: 384,006,168 and 384,016,682 rows
+        ends = list(accumulate(table))
+        real.append(placement([(end - rows, end - 1) for end, rows in zip(ends, table, strict=True)], nodes))
+        planned.append(planned_placement(ends[-1], nodes))
+    assert sum(part.rows for part in real[0]) == 384_006_168
+    exact, asked = node_pages(real, page_bytes), node_pages(planned, page_bytes)
+    assert set(exact) == set(asked)
+    for node, count in exact.items():
+        assert count <= asked[node] <= count + 2
+    if len(nodes) < 2:
+        assert asked == exact
