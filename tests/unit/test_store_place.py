@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from itertools import accumulate
 from pathlib import Path
 
@@ -159,13 +160,16 @@ def test_two_stores_give_back_their_own_pages_in_any_order(tmp_path: Path) -> No
 def test_each_part_is_allocated_under_the_policy_of_its_node_and_the_policy_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[str, object]] = []
+    calls: dict[int, list[object]] = {}  # of each thread: the policy is a thread's
+
+    def note(call: object) -> None:
+        calls.setdefault(threading.get_ident(), []).append(call)
+
     monkeypatch.setattr(numa, "memory_nodes", lambda: (0, 1))
-    monkeypatch.setattr(numa, "_set_mempolicy", lambda mode, nodes: calls.append(("policy", (mode, nodes))))
+    monkeypatch.setattr(numa, "_set_mempolicy", lambda mode, nodes: note((mode, nodes)))
+    monkeypatch.setattr(storebuild, "ALLOCATE_BYTES", 1 * MIB)
     allocate = os.posix_fallocate
-    monkeypatch.setattr(
-        os, "posix_fallocate", lambda fd, at, size: (calls.append(("allocate", size)), allocate(fd, at, size))[1]
-    )
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: (note("pages"), allocate(fd, at, size))[1])
     found = write_pack(tmp_path / "pack")
     it = layout_for(local_profile(profiles.read(profiles.find("cpu-tiny")), found), tmp_path)
     it = it.__class__(**{**it.__dict__, "store_dirs": (Path(f"/dev/shm/ds41ctl-test-{os.getpid()}"),)})
@@ -174,10 +178,11 @@ def test_each_part_is_allocated_under_the_policy_of_its_node_and_the_policy_ends
         names = sorted(path.name for path in it.store_dirs[0].glob("layer-*"))
         assert names == [f"layer-00{layer}-node{node}.engram" for layer in (1, 3) for node in (0, 1)]
         bind, default = 2, 0
-        policies = [value for kind, value in calls if kind == "policy"]
-        assert policies == [(bind, 1), (default, 0), (bind, 2), (default, 0)] * 2
-        kinds = [kind for kind, _ in calls]
-        assert kinds == ["policy", "allocate", "policy"] * 4
+        everything = [call for made in calls.values() for call in made]
+        assert threading.get_ident() not in calls
+        triples = [tuple(everything[at : at + 3]) for at in range(0, len(everything), 3)]
+        assert set(triples) == {((bind, mask), "pages", (default, 0)) for mask in (1, 2)}
+        assert triples.count(triples[0]) == len(triples) / 2 >= 2, "both nodes, both layers"
         assert store.problem(it, it.store_dirs[0]) == ""
         assert store.compare_all(it, it.store_dirs[0]) == (sum(found.rows), "")
         assert store.compare_sample(it, it.store_dirs[0], found, 3)[1] == ""
