@@ -321,12 +321,19 @@ class Serve:
             return unproven_rank(log, wanted)
 
     def _maps_store(self, record: Running) -> bool:
-        """True when as many processes of the engine map the store as it has ranks (or the profile keeps none)."""
-        if self.layout.profile.engram.storage == "none":
+        """True when the engine's ranks map the store (or the profile keeps none).
+
+        Of our own engine every record file must be mapped by as many processes as there are tensor-parallel ranks: each
+        pipeline stage maps the tables of its own layers. Of another engine only the number of processes is known.
+        """
+        profile, folder = self.layout.profile, store.locate(self.layout)
+        if profile.engram.storage == "none":
             return True
         ours = {item.pid for item in proc.family(record.pid, record.marker)}
         ranks, _ = parallel_sizes(record.argv)
-        return len(ours & set(store.mapped_by(store.locate(self.layout)))) >= ranks
+        if not profile.engine.plugin:
+            return len(ours & set(store.mapped_by(folder))) >= ranks
+        return all(len(ours & pids) >= ranks for pids in store.file_users(folder).values())
 
 
 @dataclass
