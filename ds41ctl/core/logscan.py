@@ -20,7 +20,7 @@ PHASES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("KV cache", re.compile(r"KV cache size|Available KV cache memory")),
     ("compiling", re.compile(r"torch\.compile takes|Compiling a graph|Start compiling")),
     ("capturing graphs", re.compile(r"Capturing CUDA graph|Graph capturing")),
-    ("warming up", re.compile(r"[Ww]arm(?:ing)?[- ]?up")),
+    ("warming up", re.compile(r"Warming up|init engine \(profile")),
     ("starting API", re.compile(r"Starting vLLM (?:API )?server|Started server process")),
     ("answering", re.compile(r"Application startup complete")),
 )
