@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TextIO
 
 from ds41ctl.adapters import (
     containers,
@@ -52,6 +53,7 @@ POLL_S = 0.25  # how often a start looks at the process: a death is named well w
 PROBE_EVERY_S = 1.0
 KEEP_LOGS = 10
 TAIL_LINES = 120
+LOG_LAG_S = 5.0
 
 
 class Serve:
@@ -336,7 +338,7 @@ class Serve:
                 if elapsed >= probe_at:
                     probe_at = elapsed + PROBE_EVERY_S
                     if health(record.url) == "ok":
-                        scan.feed(log.read())
+                        self._read_up(log, scan)
                         self._prove(record, scan)
                         return
                     watch.look(record.pid, record.marker, elapsed)
@@ -344,6 +346,18 @@ class Serve:
                     why = watch.why(elapsed) or f"was not ready after {serve.ready_timeout_s:.0f} s"
                     raise died(f"the engine {why} while {scan.phase}", scan, record.log)
                 time.sleep(POLL_S)
+
+    def _read_up(self, log: TextIO, scan: LogScan) -> None:
+        """The rest of the log. A container's is copied by its runtime's client, which may lag behind the answer."""
+        deadline = time.monotonic() + (LOG_LAG_S if isinstance(self.holder, ContainerHolder) else 0.0)
+        serve = self.layout.profile.serve
+        while True:
+            scan.feed(log.read())
+            complete = not scan.missing() and not scan.graphs_fault(serve.cudagraph_mode)
+            complete = complete and (serve.kv_pool_tokens is None or scan.kv_pool_tokens is not None)
+            if complete or time.monotonic() >= deadline:
+                return
+            time.sleep(0.1)
 
     def _prove(self, record: Running, scan: LogScan) -> None:
         fault = first_token(record)
