@@ -91,6 +91,12 @@ KNOWN: tuple[Known, ...] = (
         "the engine lacks the quantisation of this pack (or its plugin was not loaded)",
         "ds41ctl engine verify",
     ),
+    _row(
+        "no-kernel",
+        r"Failed to find a kernel that can implement (?P<line>.{0,60}?)[.,]",
+        "this engine has no kernel for {line} of the pack on this hardware (or a plugin that brings one is not loaded)",
+        "ds41ctl engine verify",
+    ),
     # ---- the command line
     _row(
         "arguments",

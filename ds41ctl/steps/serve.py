@@ -54,6 +54,7 @@ PROBE_EVERY_S = 1.0
 KEEP_LOGS = 10
 TAIL_LINES = 120
 LOG_LAG_S = 5.0
+LOG_QUIET_S = 0.5
 
 
 class Serve:
@@ -324,13 +325,7 @@ class Serve:
                         record.log,
                         ending,
                     )
-                for marker in scan.seen_forbidden():
-                    raise died(
-                        f"the engine's log holds what this profile forbids: {marker.text!r}"
-                        + (f" ({marker.why})" if marker.why else ""),
-                        scan,
-                        record.log,
-                    )
+                _refuse_forbidden(scan, record.log)
                 progress(
                     f"{scan.phase}{scan.percent_text}, {elapsed:.0f} s",
                     {"phase": scan.phase, "percent": scan.percent, "elapsed_s": round(elapsed, 1)},
@@ -350,16 +345,18 @@ class Serve:
     def _read_up(self, log: TextIO, scan: LogScan) -> None:
         """The rest of the log. A container's is copied by its runtime's client, which may lag behind the answer."""
         deadline = time.monotonic() + (LOG_LAG_S if isinstance(self.holder, ContainerHolder) else 0.0)
-        serve = self.layout.profile.serve
+        quiet_since = time.monotonic()
         while True:
-            scan.feed(log.read())
-            complete = not scan.missing() and not scan.graphs_fault(serve.cudagraph_mode)
-            complete = complete and (serve.kv_pool_tokens is None or scan.kv_pool_tokens is not None)
-            if complete or time.monotonic() >= deadline:
+            text = log.read()
+            scan.feed(text)
+            now = time.monotonic()
+            quiet_since = now if text else quiet_since
+            if now >= deadline or (not scan.missing() and now - quiet_since > LOG_QUIET_S):
                 return
             time.sleep(0.1)
 
     def _prove(self, record: Running, scan: LogScan) -> None:
+        _refuse_forbidden(scan, record.log)
         fault = first_token(record)
         if fault:
             scan.feed(Path(record.log).read_text(encoding="utf-8", errors="replace")[-20_000:])
@@ -470,6 +467,11 @@ def died(message: str, scan: LogScan, log: str, ending: str = "") -> EngineDiedE
         detail=(f"last lines of {log}:", *(f"| {line[:200]}" for line in tail)),
         hints=(*hints, "ds41ctl logs"),
     )
+
+
+def _refuse_forbidden(scan: LogScan, log: str) -> None:
+    for marker in scan.seen_forbidden():
+        raise unproven(f"the engine's log holds what this profile forbids: {marker.text!r}", scan, log, marker.why)
 
 
 def unproven(message: str, scan: LogScan, log: str, why: str = "") -> EngineDiedError:
