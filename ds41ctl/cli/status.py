@@ -112,13 +112,13 @@ def _death(session: Session, log: str) -> dict[str, Any]:
     from pathlib import Path
 
     from ds41ctl.adapters import tmux
-    from ds41ctl.core.logscan import fingerprint
+    from ds41ctl.core.faults import fingerprint
 
     pane = tmux.read(session.layout.socket_path)
     ending = pane.ending() if pane is not None and pane.dead else "how is not known (its tmux server is gone)"
     path = Path(log)
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    known = fingerprint(lines[-60:])
+    known = fingerprint(lines, ending)
     return {
         "ending": ending,
         "meaning": known.meaning if known else "",

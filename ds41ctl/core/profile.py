@@ -176,6 +176,10 @@ class Serve(_Model):
     dspark_argv: tuple[str, ...] = Field((), description="appended while the drafter is on")
     dspark: bool = False
     env: dict[str, str] = Field(default_factory=dict)
+    numa: Literal["", "interleave"] = Field("", description="where the engine's host memory goes; empty: the default")
+    cudagraph_mode: str = Field(
+        "", description="CUDA-graph mode the engine must report at its start; empty: not judged"
+    )
     ready_timeout_s: float = Field(gt=0, le=86400, description="upper bound of a start; progress is judged long before")
     stall_timeout_s: float = Field(
         gt=0, le=86400, description="a start whose log and CPU time stand still this long is dead"
