@@ -487,7 +487,9 @@ def config(folder: Path) -> dict[str, Any]:
     try:
         tree = files.read_json(folder / "config.json")
     except ValueError as error:
-        raise IntegrityError(f"config.json: not valid JSON: {error}") from None
+        raise IntegrityError(f"{folder / 'config.json'}: not valid JSON: {error}") from None
+    except OSError as error:
+        raise IntegrityError(f"{folder / 'config.json'}: cannot be read: {error.strerror}") from None
     if not isinstance(tree, dict):
-        raise IntegrityError("config.json is missing", hints=("ds41ctl fetch",))
+        raise IntegrityError(f"config.json is missing in {folder}", hints=("ds41ctl fetch",))
     return tree

@@ -22,8 +22,10 @@ from ds41ctl.core.extents import Extents
 
 SUFFIX = files.PART_SUFFIX
 JOURNAL_SUFFIX = ".journal"
-CLAIM_AT = 24 << 20  # received bytes after which a claim is made
-UNCLAIMED_MAX = 48 << 20  # writers wait there: with what sockets hold, a kill costs less than 64 MiB of a file
+CLAIM_AT = 16 << 20  # received bytes after which a claim is made
+UNCLAIMED_MAX = (
+    32 << 20
+)  # writers wait there: with what sockets (or Xet's two streams) hold, a kill costs less than 64 MiB
 _HASH_STEP = 4 << 20
 _WRITE_STEP = 4 << 20  # Xet hands out pieces of tens of MiB
 

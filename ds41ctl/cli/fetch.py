@@ -104,6 +104,7 @@ def _lock(session: Session, path: Path) -> None:
             f"the pack of {session.profile.name} does not come from the Hub: there is nothing to lock"
         )
     hub = Hub.of_environment()
+    hub.note = cli.out.note
     before = pins.trees(session.layout)
     found = pins.ensure(session.layout, hub)
     if before:

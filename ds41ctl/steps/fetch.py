@@ -140,6 +140,7 @@ class Fetch:
         held = pack.holdings(self.layout)
         if held is None:
             hub = self._hub()
+            hub.note = lambda text: progress(text, {"note": True})
             progress(f"file lists from {hub.name}", {})
             pins.ensure(self.layout, hub)
             held = pack.holdings(self.layout)

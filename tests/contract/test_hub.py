@@ -699,14 +699,8 @@ def test_preflight_is_told_what_is_missing(tmp_path: Path, hub: FakeHub) -> None
 @pytest.fixture
 def xet(tmp_path: Path, hub: FakeHub) -> Path:
     """The big file in a Xet store of hf-xet's own on this disk."""
-    import hf_xet
-
     store = tmp_path / "xet-store"
-    store.mkdir()
-    hub.xet_endpoint = f"local://{store}"
-    with hf_xet.XetSession().new_upload_commit(endpoint=hub.xet_endpoint) as commit:
-        upload = commit.start_upload_bytes(CONTENT[BIG])
-    hub.put_in_xet("owner/pack", BIG, upload.result().xet_info.hash)
+    hub.store_in_xet("owner/pack", store, [BIG])
     return store
 
 
