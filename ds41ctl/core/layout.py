@@ -44,6 +44,7 @@ class Layout:
     dspark: bool
     gpu_groups: tuple[tuple[str, tuple[int, ...]], ...]
     committed_pins: Path | None = None
+    own_model: bool = False
 
     @property
     def name(self) -> str:
@@ -64,6 +65,11 @@ class Layout:
     def pins_path(self) -> Path:
         """File list of the profile's Hub repositories, as it was first fetched."""
         return self.dirs.state / "pins" / f"{self.name}.json"
+
+    @property
+    def own_pins_dir(self) -> Path:
+        """What was seen of a hybrid of the user's own: its digests, and the sidecars that bind them."""
+        return self.dirs.state / "pins" / f"{self.name}.own"
 
     def source_dir(self, folder: str) -> Path:
         """Folder of a source's `dir`: below the data folder, or the pack's own when it is empty."""
@@ -129,6 +135,7 @@ def layout(
         dspark=profile.serve.dspark if settings.dspark is None else settings.dspark,
         gpu_groups=tuple(groups.items()),
         committed_pins=committed_pins,
+        own_model=settings.model is not None,
     )
 
 

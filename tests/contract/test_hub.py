@@ -830,11 +830,14 @@ def test_a_library_call_that_never_comes_back_is_left_behind(tmp_path: Path) -> 
     assert "does not end" in notes[-1]
 
 
-def test_pieces_larger_than_a_claim_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Xet hands out tens of MiB at once: a writer must not wait for a claim that is not due."""
+@pytest.mark.parametrize("step", [1, 4, 7])
+def test_pieces_larger_than_a_claim_do_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Xet hands out many MiB at once: a writer that waits makes a claim due, however large its piece."""
     monkeypatch.setattr(part, "CLAIM_AT", 3 * MIB)
     monkeypatch.setattr(part, "UNCLAIMED_MAX", 6 * MIB)
-    monkeypatch.setattr(part, "_WRITE_STEP", MIB)
+    monkeypatch.setattr(part, "_WRITE_STEP", step * MIB)
     data = hashlib.shake_256(b"pieces").digest(23 * MIB)
     open_part = part.Part(tmp_path / "f", part.Identity(len(data), "sha256:" + hashlib.sha256(data).hexdigest()))
     spans = [(at, min(at + 5 * MIB, len(data))) for at in range(0, len(data), 5 * MIB)]
