@@ -12,7 +12,7 @@ from ds41ctl.adapters.hub import Hub
 from ds41ctl.adapters.pack import Checked, Expected, Holding
 from ds41ctl.adapters.transfer import Order, State, Summary, Transfer
 from ds41ctl.core import packgen
-from ds41ctl.core.errors import IntegrityError, NoSpaceError, UnsupportedError
+from ds41ctl.core.errors import ConfigError, IntegrityError, NoSpaceError, UnsupportedError
 from ds41ctl.core.layout import Layout
 from ds41ctl.steps import own
 from ds41ctl.steps.hashing import Told, hash_all
@@ -49,6 +49,9 @@ class Fetch:
 
     def check(self) -> Goal:
         """All files there and vouched for by their sidecars: no byte is read."""
+        folder = self.layout.model_dir
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is a file, expected the pack's folder", hints=("ds41ctl config",))
         if pack.own_hybrid(self.layout):
             return own.check(self.layout)
         held = pack.holdings(self.layout)

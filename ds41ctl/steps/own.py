@@ -10,7 +10,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 from ds41ctl.adapters import files, pack
-from ds41ctl.core.errors import IntegrityError
+from ds41ctl.core.errors import IntegrityError, NotFoundError
 from ds41ctl.core.graft import Located, prove
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.pins import SeenFile
@@ -40,8 +40,14 @@ def look_through(layout: Layout, progress: Progress) -> None:
 
     Raises IntegrityError naming the tensor or the file.
     """
-    with files.locked(layout.own_pins_dir / pack.LOCK_FILE, f"looking through {layout.model_dir}"):
-        progress(f"headers of {layout.model_dir}", {})
+    folder = layout.model_dir
+    if not any((folder / name).exists() for name in ("config.json", pack.INDEX)):
+        raise NotFoundError(
+            f"DS41_MODEL={folder} holds no pack and is not empty",
+            hints=("DS41_MODEL=FOLDER   # of a hybrid you built, or an empty one", "unset DS41_MODEL"),
+        )
+    with files.locked(layout.own_pins_dir / pack.LOCK_FILE, f"looking through {folder}"):
+        progress(f"headers of {folder}", {})
         _prove(layout)
         held, seen = pack.holdings(layout), pack.own_record(layout)
         if held is None or seen is None:

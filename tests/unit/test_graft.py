@@ -13,7 +13,7 @@ import pytest
 from ds41ctl.adapters import pack, profiles
 from ds41ctl.adapters.download import Limits
 from ds41ctl.adapters.hub import Hub
-from ds41ctl.core.errors import IntegrityError, NotFoundError, UnsupportedError
+from ds41ctl.core.errors import ConfigError, IntegrityError, NotFoundError, UnsupportedError
 from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.profile import EngramTable, Profile
@@ -522,3 +522,20 @@ def test_an_empty_folder_of_ones_own_is_where_ours_is_built(mine: Layout, tmp_pa
     (tmp_path / "empty").mkdir()
     layout = layout_for(mine.profile, tmp_path / "fresh", model=tmp_path / "empty")
     assert not pack.own_hybrid(layout) and not pack.own_hybrid(layout_for(mine.profile, tmp_path / "fresh"))
+
+
+def test_a_model_that_is_no_folder_or_holds_no_pack_is_said_before_anything_is_fetched(
+    mine: Layout, tmp_path: Path
+) -> None:
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk" / "notes").write_text("x")
+
+    def run(name: str) -> None:
+        step = Fetch(layout_for(mine.profile, tmp_path / "fresh", model=tmp_path / name), hub=nobody)
+        step.check()
+        step.do(silent)
+
+    with pytest.raises(NotFoundError, match="holds no pack"):
+        run("junk")
+    with pytest.raises(ConfigError, match="is a file"):
+        run("junk/notes")
