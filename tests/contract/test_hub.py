@@ -260,6 +260,11 @@ BAD: dict[str, tuple[list[Fault], type[Ds41Error], str]] = {
     "403 from the store for ever": ([Fault("cdn", BIG, times=99, status=403)], UnauthorisedError, "403"),
     "404 for the file": ([Fault("resolve", BIG, times=99, status=404)], NotFoundError, BIG),
     "416": ([Fault("cdn", BIG, times=99, status=416)], IntegrityError, "shorter file"),
+    "416 on resume": (
+        [Fault("cdn", BIG, cut=MIB), Fault("cdn", BIG, times=99, status=416)],
+        IntegrityError,
+        "shorter file",
+    ),
     "429 for ever": ([Fault("cdn", BIG, times=99, status=429)], NetworkError, "HTTP 429 .4 times in a row"),
     "500 for ever": ([Fault("cdn", BIG, times=99, status=500)], NetworkError, "HTTP 500"),
     "the file list is never given": ([Fault("tree", times=99, status=500)], NetworkError, "HTTP 500"),
