@@ -56,7 +56,7 @@ def up_plan(session: Session) -> Plan:
             writes=(str(layout.engine_dir),) if profile.engine.kind == "venv" else (),
         ),
     ]
-    if profile.engram.storage != "none":
+    if profile.engram.own_store:
         steps.append(
             PlannedStep(
                 step="engram",

@@ -82,7 +82,7 @@ def collect(session: Session) -> dict[str, Any]:
     tree["since"] = _ago(record.ready_at or record.started_at)
     folder = store.locate(layout)
     family = {item.pid for item in proc.family(record.pid, record.marker)}
-    if session.profile.engram.storage == "none":
+    if not session.profile.engram.own_store:
         tree["engram"] = "no store: this profile's engine keeps its own tables, unproven"
     else:
         mapped = len(family & set(store.mapped_by(folder)))

@@ -146,6 +146,9 @@ class Engine(_Model):
     lock: str = Field("", description="venv: fully pinned requirements in engine_patches/locks")
     torch: str = Field("", description="venv: torch requirement, installed first and alone")
     torch_index: str = Field("", description="venv: index asked only when the configured indexes lack that torch")
+    system_packages: bool = Field(
+        False, description="venv: it sees the packages of the Python it is made with (CUDA libraries of an image)"
+    )
     plugin: bool = Field(False, description="venv: install ds41_engine into it")
     wheel: str = Field("", description="venv: file name of the engine wheel when it is not in the lock")
     wheel_url: str = ""
@@ -208,12 +211,18 @@ class Serve(_Model):
 class Engram(_Model):
     """Where the tables live while the engine runs."""
 
-    storage: Literal["tmpfs", "hugetlb", "disk", "none"] = Field(
-        description="tmpfs and hugetlb are memory; disk reads each row from a drive, for machines without the memory"
+    storage: Literal["tmpfs", "hugetlb", "disk", "engine", "none"] = Field(
+        description="tmpfs and hugetlb are memory; disk reads each row from a drive, for machines without the memory; "
+        "engine: it keeps the tables itself and fills them from the pack, which its plugin proves"
     )
     dir: str = Field("", description="absolute folder; empty: chosen below /dev/shm or the state folder")
     size_gib: float = Field(0, ge=0, le=16384, description="tmpfs size; 0 computes it from the tables")
     page: Literal["", "4K", "2M", "1G"] = Field("", description="page size; empty: the best there is")
+
+    @property
+    def own_store(self) -> bool:
+        """True when ds41ctl builds the store that the engine reads."""
+        return self.storage not in ("none", "engine")
 
 
 class Clocks(_Model):

@@ -138,7 +138,7 @@ class Serve:
             raise NotFoundError(f"no engine interpreter at {layout.python}", hints=("ds41ctl engine install",))
         if not layout.model_dir.is_dir():
             raise NotFoundError(f"no pack in {layout.model_dir}", hints=("ds41ctl fetch",))
-        if layout.profile.engram.storage != "none":
+        if layout.profile.engram.own_store:
             folder = store.locate(layout)
             fault = store.problem(layout, folder)
             if fault:
@@ -392,7 +392,7 @@ class Serve:
     def _unproven_rank(self, record: Running) -> str:
         """'' when the log of our own engine says of every rank that it reads its own rows; else what is missing."""
         profile = self.layout.profile
-        if profile.engram.storage == "none" or not profile.engine.plugin:
+        if not profile.engram.own_store or not profile.engine.plugin:
             return ""
         ranks, _ = parallel_sizes(record.argv)
         wanted = rank_ranges(engram.pack_geometry(self.layout), ranks)
@@ -406,7 +406,7 @@ class Serve:
         pipeline stage maps the tables of its own layers. Of another engine only the number of processes is known.
         """
         profile, folder = self.layout.profile, store.locate(self.layout)
-        if profile.engram.storage == "none" or record.container:
+        if not profile.engram.own_store or record.container:
             return True
         ours = {item.pid for item in proc.family(record.pid, record.marker)}
         ranks, _ = parallel_sizes(record.argv)
