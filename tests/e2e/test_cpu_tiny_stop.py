@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Cli
-from tests.fakes.packs import flip
+from tests.fakes.packs import flip, strip
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -147,21 +147,6 @@ def without_engram(cli: Cli) -> Path:
     path = cli.root / "local.toml"
     path.write_text(head + "[engram]" + markers.split("[engram]", 1)[1])
     return path
-
-
-def strip(source: Path, target: Path) -> None:
-    """Copy a shard without its `engram.embed` tensors."""
-    raw = source.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header, body, data = json.loads(raw[8 : 8 + length]), {}, b""
-    for name, item in sorted(header.items()):
-        if name == "__metadata__" or "engram.embed" in name:
-            continue
-        begin, end = item["data_offsets"]
-        body[name] = {**item, "data_offsets": [len(data), len(data) + end - begin]}
-        data += raw[8 + length + begin : 8 + length + end]
-    head = json.dumps(body).encode()
-    target.write_bytes(len(head).to_bytes(8, "little") + head + data)
 
 
 def test_a_pack_without_its_engram_is_refused_and_if_served_all_the_same_only_the_copies_tell(cli: Cli) -> None:

@@ -395,6 +395,7 @@ def test_the_step_builds_once_then_says_already_and_rebuilds_what_is_stale(made:
 def test_drop_removes_the_store_and_is_refused_while_somebody_maps_it(built: Layout) -> None:
     with first_file(built).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
         assert store.mapped_by(built.store_dirs[0]) == [os.getpid()]
+        assert store.file_users(built.store_dirs[0]) == {"layer-001.engram": {os.getpid()}, "layer-003.engram": set()}
         with pytest.raises(AlreadyRunningError, match=f"is mapped by pid {os.getpid()}"):
             engram.drop(built)
         with pytest.raises(AlreadyRunningError, match="is mapped by"):
