@@ -26,8 +26,15 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 SLOW = os.environ.get("DS41_TEST_SLOW") == "1"
 PROFILE = Path(__file__).parents[2] / "profiles" / "cpu-tiny.toml"
-# half a minute is too short for a verdict on speed beside other programs; shorter turns give it enough of them
-BRIEF = {"answer_tokens": 12, "decode_retention_min": 0.1, "decode_retention_warn": 0.1, "ttft_ratio_max": 20.0}
+# half a minute is too short for a verdict on speed beside other programs; shorter turns and sessions (of three turns,
+# the first of which has 350 tokens of tools) give it enough of them
+BRIEF = {
+    "answer_tokens": 12,
+    "session_tokens": 500,
+    "decode_retention_min": 0.1,
+    "decode_retention_warn": 0.1,
+    "ttft_ratio_max": 20.0,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,7 +110,7 @@ def test_a_soak_passes_its_tokens_are_the_engines_and_no_other_load_may_run_besi
     if SLOW:
         code, data = soak(cli, "--minutes", "10", meanwhile=others)
     else:
-        code, data = soak(cli, "--minutes", "0.7", *profile(cli, session_tokens=640, **BRIEF), meanwhile=others)
+        code, data = soak(cli, "--minutes", "0.7", *profile(cli, **BRIEF), meanwhile=others)
     assert (code, data["verdict"]) == (0, "pass"), [item for item in data["findings"] if item["status"] != "ok"]
     assert refused == [11, 11]
     found = statuses(data)
@@ -131,7 +138,7 @@ class Leak:
 def test_a_seeded_leak_fails_the_soak_for_that_reason_alone(cli: Cli) -> None:
     leak = Leak(cli)
     try:
-        code, data = soak(cli, "--minutes", "0.7", *profile(cli, session_tokens=384, **BRIEF))
+        code, data = soak(cli, "--minutes", "0.7", *profile(cli, **BRIEF))
     finally:
         leak.end()
     judged = [item for item in data["findings"] if item["status"] != "ok"]
