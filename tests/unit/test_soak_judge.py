@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,13 @@ def test_a_real_loss_of_a_fifth_is_never_passed(seed: int) -> None:
     for noise in (0.02, 0.1, 0.2):
         found = judge(trace(Script(), seed=seed, noise=noise, speed=lambda at: 1 - 0.25 * at / 1800), CPU)
         assert found.word != "pass", (seed, noise)
+
+
+@pytest.mark.parametrize("reason", ["disk-full", "cancelled", "crashed"])
+def test_a_run_that_broke_off_is_not_blamed_for_tokens_the_engine_was_not_asked_for_again(reason: str) -> None:
+    whole = trace(Script(), seconds=10 * MINUTE, end=reason)
+    found = judge(replace(whole, samples=[item for item in whole.samples if item.at < 5 * MINUTE]), CPU)
+    assert found.word == "inconclusive" and "soak.tokens" in found.reasons
 
 
 def test_warnings_pass_and_are_seen() -> None:
