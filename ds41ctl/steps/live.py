@@ -36,7 +36,8 @@ def collect(layout: Layout, *, before: tuple[float, float | None] | None = None)
         "attach": tmux.attach_command(layout.socket_path),
     }
     if not record.alive():
-        left = [proc.describe(item.pid) for item in proc.family(0, record.marker)]
+        session = record.identity if record.boot_id == store.boot_id() else None
+        left = [proc.describe(item.pid) for item in proc.family(0, record.marker, session=session)]
         return {**tree, "state": "died", "left_behind": left, **death(layout, record)}
     health = serve.health(record.url)
     if not record.ready_at:
@@ -59,7 +60,7 @@ def _engram(layout: Layout, record: Running) -> str:
     folder = store.locate(layout)
     if record.container:
         return f"{folder}, mounted into the container"
-    family = {item.pid for item in proc.family(record.pid, record.marker)}
+    family = {item.pid for item in proc.family(record.pid, record.marker, session=record.identity)}
     mapped = len(family & set(store.mapped_by(folder)))
     return f"{folder}, mapped by {mapped} of {len(family)} processes"
 

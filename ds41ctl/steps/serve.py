@@ -404,7 +404,7 @@ class Serve:
         container hides its processes)."""
         if not self.layout.profile.engram.own_store or record.container:
             return True
-        ours = {item.pid for item in proc.family(record.pid, record.marker)}
+        ours = {item.pid for item in proc.family(record.pid, record.marker, session=record.identity)}
         ranks, _ = parallel_sizes(record.argv)
         return len(ours & set(store.mapped_by(store.locate(self.layout)))) >= ranks
 
