@@ -50,6 +50,8 @@ from .backbone import ROW_TILE, Backbone, Linear, RowLookup
 from .checkpoint import CheckpointError, load
 from .engram_hash import DEAD, EngramHash
 from .engram_rows import EngramRows
+from .exl3_config import Exl3Config
+from .exl3_experts import Exl3Experts, Kernel, census, divert
 from .paged import PagedBatch, RequestRows, row_width
 from .shape import IMAGE_TOKEN_ID, BackboneShape
 from .store import EngramStore, StoreError
@@ -214,6 +216,11 @@ class TextModel(Backbone):
         super().__init__(shape, model_config.max_model_len + ROW_TILE)
         self.embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.head = Linear(shape.hidden_size, shape.vocab_size)
+        self.exl3: dict[int, Exl3Experts] = {}
+        if isinstance(vllm_config.quant_config, Exl3Config):
+            for layer in range(shape.num_hidden_layers):
+                self.exl3[layer] = Exl3Experts(shape, layer)
+                self.block(layer).ffn.replace_experts(self.exl3[layer])
         width = row_width(shape)
         self.caches = [
             RowCache(vllm_config, f"{prefix}.layers.{layer}.attn", width) for layer in range(shape.num_hidden_layers)
@@ -279,6 +286,20 @@ class TextModel(Backbone):
                 layer, rank, ranks, *self.rows.span(layer), self.rows.first, self.rows.end, proven,
             )  # fmt: skip
         logger.info("ds41: Engram gather: %s, store on %s", store.how, store.manifest.page_kind)
+
+    def use_exl3_kernel(self) -> None:
+        """Build the EXL3 experts from what was loaded, prove the kernel on their formats and log what serves them."""
+        if not self.exl3:
+            return
+        kernel = Kernel(torch.get_num_threads())
+        if kernel.problem:
+            logger.warning("ds41: EXL3 experts are computed by numpy: %s", kernel.problem)
+        for experts in self.exl3.values():
+            experts.finish()
+        kernel.check({kind for experts in self.exl3.values() for kind in experts.kinds()})
+        for experts in self.exl3.values():
+            experts.use(kernel)
+        logger.info("ds41: EXL3 experts: %s, by %s", census(self.exl3.values()), kernel.how)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embed.weight)
@@ -434,7 +455,8 @@ class DeepseekV41CPUForCausalLM(DeepseekV41ForCausalLM):
             for layer in self.language_model.shape.engram_layer_ids:
                 tables += [f"layers.{layer}.engram.embed.weight", f"layers.{layer}.engram.embed.scale"]
         with _refusing():
-            filled = load(parameters, tables, weights)
+            filled = load(parameters, tables, divert(self.language_model.exl3, weights))
+            self.language_model.use_exl3_kernel()
         for layer in range(self.language_model.shape.num_hidden_layers):
             self.language_model.block(layer).ffn.freeze()
         return {name for name, checkpoint_name in names.items() if checkpoint_name in filled}

@@ -19,8 +19,9 @@ from .tile import EDGE, WEIGHTS, FormatError, PackedTiles, Rate, decode_tiles, p
 DAMPING = 0.01
 """Share of the mean diagonal that is added to a Hessian, so that inputs the calibration never saw keep some weight."""
 
-MULTIPLIERS = (0.85, 0.9, 0.95, 1.0, 1.05)
-"""Scales of the rotated weights that are tried, in standard deviations of the codebook."""
+SPREAD = 0.9
+"""Standard deviation of the rotated weights in those of the codebook. Measured on experts of the tiny pack with 2, 3
+and 5 bits: 0.9 leaves the least error of 0.7, 0.8, 0.9, 1.0 and 1.1 (1.0: 6 to 30 % more)."""
 
 
 def encode_tiles(
@@ -101,17 +102,10 @@ def quantise(
     turned = _rotated(metric, suh)
     counts = np.where(empty, DAMPING * np.square(size[~empty]).mean(), np.square(size)) if not empty.all() else empty
     weights = _rotated(np.diag(counts), np.ones(outputs)) if empty.any() and not empty.all() else None
-    best: tuple[float, Exl3Linear] | None = None
-    for multiplier in MULTIPLIERS:
-        factor = spread / (multiplier * float(np.asarray(table(codebook), np.float64).std()))
-        tiles = _encode_rows(library, rotated / factor, (turned, weights), rate, codebook, threads)
-        layer = Exl3Linear(tiles, suh.astype(np.float16), _half(svh * factor, empty), codebook)
-        layer = _fitted(layer, weight, metric, empty)
-        loss = weighted_error(layer, weight, metric)
-        if best is None or loss < best[0]:
-            best = loss, layer
-    assert best is not None
-    return best[1]
+    factor = spread / (SPREAD * float(np.asarray(table(codebook), np.float64).std()))
+    tiles = _encode_rows(library, rotated / factor, (turned, weights), rate, codebook, threads)
+    layer = Exl3Linear(tiles, suh.astype(np.float16), _half(svh * factor, empty), codebook)
+    return _fitted(layer, weight, metric, empty)
 
 
 def _rotated(metric: DoubleArray, signs: DoubleArray) -> DoubleArray:
