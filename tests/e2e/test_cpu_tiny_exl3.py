@@ -1,4 +1,4 @@
-"""The EXL3 variant of the tiny pack on the real engine: the whole smoke, and a log that says what served the experts."""
+"""The EXL3 variant of the tiny pack on the real engine: the whole smoke, and a log that says what served it."""
 
 from __future__ import annotations
 
