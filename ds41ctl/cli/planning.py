@@ -36,15 +36,19 @@ def up_plan(session: Session) -> Plan:
     held = pack.holdings(layout) or ()
     wanted = [item for holding in held for item in holding.items]
     sources = ", ".join(source.what or source.kind for source in profile.model.sources)
+    fetch = PlannedStep(
+        step="fetch",
+        what=f"get and verify the pack: {sources}",
+        writes=tuple(dict.fromkeys(str(layout.source_dir(source.dir)) for source in profile.model.hub_sources))
+        or (str(layout.model_dir),),
+        bytes=sum(item.size for item in wanted) or None,
+    )
+    if pack.own_hybrid(layout):
+        what = f"look through the hybrid of your own in {layout.model_dir}"
+        fetch = PlannedStep(step="fetch", what=what, writes=(str(layout.own_pins_dir),))
     steps = [
         PlannedStep(step="preflight", what="check this machine (ds41ctl preflight --list)"),
-        PlannedStep(
-            step="fetch",
-            what=f"get and verify the pack: {sources}",
-            writes=tuple(dict.fromkeys(str(layout.source_dir(source.dir)) for source in profile.model.hub_sources))
-            or (str(layout.model_dir),),
-            bytes=sum(item.size for item in wanted) or None,
-        ),
+        fetch,
         *_graft(session),
         PlannedStep(
             step="engine",
@@ -67,8 +71,10 @@ def up_plan(session: Session) -> Plan:
 
 
 def _graft(session: Session) -> list[PlannedStep]:
+    from ds41ctl.adapters import pack
+
     spec = session.profile.model.graft
-    if spec is None:
+    if spec is None or pack.own_hybrid(session.layout):
         return []
     what = f"build the hybrid of links: {spec.tensors} tensors, {spec.grafted} from {spec.donor}"
     return [PlannedStep(step="graft", what=what, writes=(str(session.layout.model_dir),))]

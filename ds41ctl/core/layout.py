@@ -47,6 +47,7 @@ class Layout:
     gpu_groups: tuple[tuple[str, tuple[int, ...]], ...]
     committed_pins: Path | None = None
     api_key_file: Path | None = None
+    own_model: bool = False
 
     @property
     def name(self) -> str:
@@ -67,6 +68,11 @@ class Layout:
     def pins_path(self) -> Path:
         """File list of the profile's Hub repositories, as it was first fetched."""
         return self.dirs.state / "pins" / f"{self.name}.json"
+
+    @property
+    def own_pins_dir(self) -> Path:
+        """What was seen of a hybrid of the user's own: its digests, and the sidecars that bind them."""
+        return self.dirs.state / "pins" / f"{self.name}.own"
 
     def source_dir(self, folder: str) -> Path:
         """Folder of a source's `dir`: below the data folder, or the pack's own when it is empty."""
@@ -142,6 +148,7 @@ def layout(
         gpu_groups=tuple(groups.items()),
         committed_pins=committed_pins,
         api_key_file=settings.api_key_file.absolute() if settings.api_key_file else None,
+        own_model=settings.model is not None,
     )
 
 

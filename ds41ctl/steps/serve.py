@@ -400,13 +400,19 @@ class Serve:
             return unproven_rank(log, wanted)
 
     def _maps_store(self, record: Running) -> bool:
-        """True when as many processes of the engine map the store as it has ranks (or the profile keeps none, or a
-        container hides its processes)."""
-        if not self.layout.profile.engram.own_store or record.container:
+        """True when the engine's ranks map the store (or the profile keeps none, or a container hides its processes).
+
+        Of our own engine every record file must be mapped by as many processes as there are tensor-parallel ranks: each
+        pipeline stage maps the tables of its own layers. Of another engine only the number of processes is known.
+        """
+        profile, folder = self.layout.profile, store.locate(self.layout)
+        if not profile.engram.own_store or record.container:
             return True
         ours = {item.pid for item in proc.family(record.pid, record.marker, session=record.identity)}
         ranks, _ = parallel_sizes(record.argv)
-        return len(ours & set(store.mapped_by(store.locate(self.layout)))) >= ranks
+        if not profile.engine.plugin:
+            return len(ours & set(store.mapped_by(folder))) >= ranks
+        return all(len(ours & pids) >= ranks for pids in store.file_users(folder).values())
 
 
 def serve_lock(layout: Layout) -> Path:
