@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -296,8 +297,13 @@ BROKEN: dict[str, tuple[str, Callable[[Shards], None], str]] = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_source_is_refused_with_the_tensor_named(tmp_path: Path, packs: dict[str, Shards], fault: str) -> None:
+def test_a_broken_source_is_refused_with_the_tensor_named(
+    tmp_path: Path, packs: dict[str, Shards], ready: Layout, fault: str
+) -> None:
     repo, change, text = BROKEN[fault]
+    for folder in (ready.dirs.data / "models").glob("DeepSeek-*"):  # the two good ones are there already
+        if folder.name != repo.rpartition("/")[2]:
+            shutil.copytree(folder, tmp_path / "data" / "models" / folder.name, copy_function=os.link)
     broken = {name: {shard: dict(tensors) for shard, tensors in shards.items()} for name, shards in packs.items()}
     change(broken[repo])
     layout = fetched(tmp_path, broken, small_profile())
