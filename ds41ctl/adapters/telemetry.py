@@ -44,7 +44,7 @@ def read(record: Running | None, *, gpus: int, store_dir: Path | None) -> HostSt
     xid = xid_count() if gpus else None
     if record is None or not record.alive():
         return HostState(swapped_pages=swapped_pages(), gpus=states, xid=xid, machine_cpu_s=machine_cpu_seconds())
-    family = [item.pid for item in proc.family(record.pid, record.marker)]
+    family = [item.pid for item in proc.family(record.pid, record.marker, session=record.identity)]
     return HostState(
         engine=f"pid {record.pid}, started {record.start_ticks}",
         rss_mib=_anonymous_mib(family),
