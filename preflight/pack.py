@@ -48,6 +48,7 @@ def files(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     if absent is not None or facts.pack is None:
         return absent or unknown("the pack was not looked at", expected=expected, fix=(command("fetch", profile),))
     pack = facts.pack
+    repair = command("fetch" if pack.own else "fetch --repair", profile)  # nothing can be fetched for one's own
     if pack.own and not pack.files and not pack.problems:
         if stage == "up":
             return skip("a hybrid of your own: will be looked through and hashed")
@@ -83,7 +84,7 @@ def files(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
             _listed(wrong),
             expected=expected,
             found=f"{len(wrong)} of {len(pack.files)} files are wrong",
-            fix=(command("fetch --repair", profile),),
+            fix=(repair,),
             why="a truncated or foreign shard loads without an error and answers wrongly",
         )
     faults = [text for text in pack.problems if not any(text.startswith(f"{name} ") for name in missing)]
@@ -92,7 +93,7 @@ def files(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
             faults[0],
             expected="headers and index that agree",
             found=f"{len(faults)} problem(s)",
-            fix=(command("fetch --repair", profile),),
+            fix=(repair,),
             evidence=tuple(faults),
         )
     if missing and stage == "serve":

@@ -21,8 +21,8 @@ STALL_BYTES = 64 << 10  # less than this in `stall_s` is a stall
 XET_FAULTS = 3  # then the file goes on over plain HTTP
 # Xet hands out pieces as large as a xorb (64 MiB) or as its span, whichever is less, and holds two or three a stream:
 # the span bounds its memory, and what a kill loses of a file besides part.UNCLAIMED_MAX. Peak of the process, measured
-# on its local store with 1 GiB in two files: 215 to 223 MiB with four streams of 12 MiB, 244 to 288 with four of
-# 16 MiB, 326 to 376 with two of 64 MiB
+# on its local store with 1 GiB in two or four files: 200 to 252 MiB with four streams of 12 MiB, 244 to 288 with four
+# of 16 MiB, 326 to 376 with two of 64 MiB
 XET_STREAMS = 4
 XET_SPAN = 12 << 20
 XET_RANGES_PER_FILE = 2

@@ -120,7 +120,7 @@ def _same_boot(record: Running) -> bool:
 
 def _port_closed(record: Running) -> bool:
     deadline = time.monotonic() + PORT_WAIT_S
-    while host.probe_port(record.host, record.port).free is False:
+    while host.probe_port(record.host, record.port).reason == "in-use":
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

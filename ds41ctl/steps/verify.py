@@ -21,6 +21,7 @@ SHOWN = 20  # violations listed one by one
 # what a loader may pick up although the index does not name it, or what runs code when it is loaded
 RISKY = PICKLED | {".safetensors", ".py", ".so"}
 REPAIR = ("ds41ctl fetch --repair",)
+OWN = ("ds41ctl fetch   # says what can be done about a hybrid of your own",)
 
 
 class VerifyPack:
@@ -94,7 +95,7 @@ class VerifyPack:
                 f"{folder / item.name}: {reason}",
                 item.digest,
                 reason,
-                (f"chmod a+r {folder / item.name}",) if reason == pack.NO_ACCESS else REPAIR,
+                (f"chmod a+r {folder / item.name}",) if reason == pack.NO_ACCESS else OWN if self._own else REPAIR,
             )
             for folder, item, reason in bad
             if reason
