@@ -25,10 +25,20 @@ def quiet(text: str, data: dict[str, object]) -> None:
     """Progress nobody looks at."""
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds the compiled loops: compiling them takes longer than any test here."""
+    cache = tmp_path_factory.mktemp("cache")
+    kernels.loops(cache)
+    return cache
+
+
 @pytest.fixture
-def made(tmp_path: Path) -> tuple[Layout, Geometry]:
+def made(tmp_path: Path, compiled: Path) -> tuple[Layout, Geometry]:
     """A pack and a layout for it; the store is not built yet."""
     found = write_pack(tmp_path / "pack")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(compiled / "kernels")
     return layout_for(local_profile(profiles.read(profiles.find("cpu-tiny")), found), tmp_path), found
 
 
@@ -60,11 +70,11 @@ def test_every_record_is_its_row_of_the_shard(built: Layout) -> None:
 
 
 @pytest.fixture(params=["compiled", "plain Python"])
-def loops(request: pytest.FixtureRequest, tmp_path: Path) -> kernels.Loops:
+def loops(request: pytest.FixtureRequest, compiled: Path) -> kernels.Loops:
     """Both ways to lay rows out."""
     if request.param == "plain Python":
         return kernels.Loops(None, "asked for")
-    found = kernels.loops(tmp_path)
+    found = kernels.loops(compiled)
     if found.note:
         pytest.skip(found.note)
     return found
