@@ -302,8 +302,14 @@ def mapped_by(folder: Path) -> list[int]:
 
 
 def file_users(folder: Path) -> dict[str, set[int]]:
-    """Name of each record file that the manifest lists -> pids of processes that map it, as :func:`mapped_by`."""
-    tree = manifest(folder)
+    """Name of each record file that the manifest lists -> pids of processes that map it, as :func:`mapped_by`.
+
+    Empty where there is no manifest that can be read.
+    """
+    try:
+        tree = manifest(folder)
+    except IntegrityError:
+        return {}
     where = data_dir(folder, tree).resolve()
     names = {f" {where / part['file']}": part["file"] for item in tree["layers"] for part in item["parts"]}
     users: dict[str, set[int]] = {name: set() for name in names.values()}

@@ -412,7 +412,8 @@ class Serve:
         ranks, _ = parallel_sizes(record.argv)
         if not profile.engine.plugin:
             return len(ours & set(store.mapped_by(folder))) >= ranks
-        return all(len(ours & pids) >= ranks for pids in store.file_users(folder).values())
+        users = store.file_users(folder)
+        return bool(users) and all(len(ours & pids) >= ranks for pids in users.values())
 
 
 def serve_lock(layout: Layout) -> Path:

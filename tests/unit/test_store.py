@@ -405,6 +405,7 @@ def test_drop_removes_the_store_and_is_refused_while_somebody_maps_it(built: Lay
         replaced.rename(first_file(built))
         assert store.mapped_by(built.store_dirs[0]) == []  # a replaced file is another store
     assert engram.drop(built)
+    assert store.file_users(built.store_dirs[0]) == {}
     assert engram.drop(built) == []
     with pytest.raises(NotFoundError):
         engram.verify(built, full=False)
