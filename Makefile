@@ -71,6 +71,8 @@ test-slow: $(BIN)/.dev
 
 bench: $(BIN)/.dev
 	$(BIN)/python -m tests.bench
+	$(BIN)/ds41ctl engine install --profile cpu-tiny
+	env -u PYTHONDONTWRITEBYTECODE "$$($(BIN)/ds41ctl engine path --profile cpu-tiny)" -m tests.bench.exl3
 
 clean:
 	rm -rf $(VENV) build dist

@@ -87,10 +87,10 @@ def _address(buffer: Any, at: int) -> ctypes.c_void_p:
 def loops(cache_dir: Path) -> Loops:
     """The compiled loops, from `cache_dir` when these very sources were compiled before."""
     module = compiler_module()
-    path = cache_dir / "kernels" / f"{module.source_digest()[:16]}-{module.LIBRARY}"
+    path = cache_dir / "kernels" / f"{module.source_digest(module.STORE_SOURCES)[:16]}-{module.LIBRARY}"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        problem = module.compile_library(path)
+        problem = module.compile_library(path, module.STORE_SOURCES)
         if problem:
             return Loops(None, problem)
     try:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import random
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,12 +149,14 @@ def quantise(
     return exl3.Exl3Expert(w1, w3, encode.quantise(library, widened(w2, 0), rate, draw, wide))
 
 
-def quantise_all(library: Any, served: verify.Served, seen: list[Seen]) -> dict[str, Tensor]:
-    """The experts' EXL3 tensors under their checkpoint names."""
+def quantise_all(
+    library: Any, served: verify.Served, seen: list[Seen], ladder: Sequence[int] = BITS
+) -> dict[str, Tensor]:
+    """The experts' EXL3 tensors under their checkpoint names; ``ladder`` as :data:`BITS`."""
     jobs: list[tuple[int, int, int]] = []
     for layer, mine in enumerate(seen):
         energy = weigh(served, mine, layer)
-        for bits, expert in zip(BITS, sorted(range(len(energy)), key=lambda e: -energy[e]), strict=True):
+        for bits, expert in zip(ladder, sorted(range(len(energy)), key=lambda e: -energy[e]), strict=True):
             jobs.append((layer, expert, bits))
 
     def work(job: tuple[int, int, int]) -> dict[str, Any]:
@@ -228,7 +231,7 @@ def replaced(name: str) -> bool:
     return ".ffn.experts." in name or ".ffn.shared_experts." in name
 
 
-def variant_config(base: dict[str, Any]) -> dict[str, Any]:
+def variant_config(base: dict[str, Any], ladder: Sequence[int] = BITS) -> dict[str, Any]:
     """config.json with the wide inner size and the quantisation as EXL3 packs of the real model state it."""
     rest = {key: value for key, value in base["quantization_config"].items() if key != "expert_dtype"}
     return {
@@ -236,7 +239,7 @@ def variant_config(base: dict[str, Any]) -> dict[str, Any]:
         "text_config": {**base["text_config"], "moe_intermediate_size": INNER},
         "quantization_config": {
             "quant_method": "exl3",
-            "bits": sum(BITS) / len(BITS),
+            "bits": sum(ladder) / len(ladder),
             "codebook": "mul1",
             "non_routed_quantization": {**rest, "quant_method": "deepseek_v4_fp8"},
         },
@@ -251,6 +254,7 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, default=Path("profiles/packs") / BASE, help="the base's recipe")
     parser.add_argument("--pack", type=Path, required=True)
     parser.add_argument("--build", type=Path)
+    parser.add_argument("--bits", type=int, nargs=len(BITS), default=BITS, help="bits by weight of the outputs")
     args = parser.parse_args()
     began = time.time()
     path = args.work / compile.LIBRARY
@@ -261,8 +265,8 @@ def main() -> None:
     served = verify.Served(dataset, args.base)
     seen = watch(served, calibration(dataset))
     print(f"{len(seen[0].x)} calibration tokens, {time.time() - began:.0f} s", flush=True)
-    own = quantise_all(load(path), served, seen) | widen_shared(verify.read_shards(args.base))
-    config = variant_config(json.loads((args.base / "config.json").read_text()))
+    own = quantise_all(load(path), served, seen, args.bits) | widen_shared(verify.read_shards(args.base))
+    config = variant_config(json.loads((args.base / "config.json").read_text()), args.bits)
     write_recipe(own, config, args.recipe, args.pack, args.build)
     print(f"{time.time() - began:.0f} s")
 

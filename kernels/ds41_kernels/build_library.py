@@ -24,7 +24,7 @@ class CompileLibrary(BuildHookInterface[Any]):
         spec.loader.exec_module(module)
         problem = module.compile_library(package / module.LIBRARY)
         if problem:
-            self.app.display_warning(f"ds41_kernels: not compiled ({problem}); rows will be gathered by numpy")
+            self.app.display_warning(f"ds41_kernels: not compiled ({problem}); numpy will do its work")
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{module.platform_tag()}"

@@ -13,7 +13,7 @@ from ds41_engine import exl3_experts
 from ds41_engine.backbone import MoE
 from ds41_engine.checkpoint import CheckpointError
 from ds41_engine.exl3_config import Exl3Config
-from ds41_engine.exl3_experts import Exl3Experts, Kernel, census, divert
+from ds41_engine.exl3_experts import Exl3Experts, Kernel, census, check_codebook, divert
 from ds41_engine.shape import BackboneShape
 from ds41_kernels import exl3
 from tiny_checkpoint import text_config
@@ -105,6 +105,17 @@ def test_the_census_counts_matrices_by_their_bits(shape: BackboneShape) -> None:
     assert census([experts]) == "12 matrices in 1 layers: K2 x 6, K3 x 3, K5 x 3 (mul1)"
 
 
+def test_markers_that_contradict_the_config_are_refused(shape: BackboneShape) -> None:
+    layer = loaded(shape, tensors())
+    check_codebook([layer], "mul1")
+    check_codebook([layer], "")
+    unmarked = loaded(shape, {name: value for name, value in tensors().items() if not name.endswith("mul1")})
+    with pytest.raises(
+        CheckpointError, match=r"expected codebook mul1 as config\.json says, found 3inst by their marker"
+    ):
+        check_codebook([unmarked], "mul1")
+
+
 @pytest.fixture
 def no_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def load(path: object = None) -> object:
@@ -138,7 +149,9 @@ def test_a_kernel_that_fails_its_self_check_ends_the_start(
 
 def test_only_routed_experts_may_be_exl3() -> None:
     rest = {"quant_method": "deepseek_v4_fp8", "weight_block_size": [32, 32]}
-    Exl3Config.from_config({"quant_method": "exl3", "bits": 3, "non_routed_quantization": rest})
+    config = {"quant_method": "exl3", "bits": 3, "non_routed_quantization": rest}
+    assert Exl3Config.from_config({**config, "codebook": "mul1"}).codebook == "mul1"
+    assert Exl3Config.from_config(config).codebook == ""
     for other in ({}, {"quant_method": "exl3"}, {**rest, "weight_block_size": [128, 128]}):
         with pytest.raises(ValueError, match="EXL3 is supported for routed experts only"):
             Exl3Config.from_config({"quant_method": "exl3", "non_routed_quantization": other})

@@ -293,6 +293,23 @@ def test_tiny_layout(tiny: dict[str, bytes]) -> None:
         assert not {0x7F, 0xFF} & set(codes), "no NaN codes"
 
 
+def test_the_exl3_variant_matches_its_recipe_and_takes_all_but_experts_and_config_from_the_base() -> None:
+    base, recipe = packgen.load_recipe(PACK), packgen.load_recipe(PACK.with_name("tiny-v41-exl3"))
+    made = {file.name: b"".join(packgen.generate(recipe, file.name)) for file in recipe.files}
+    for file in recipe.files:
+        assert (len(made[file.name]), hashlib.sha256(made[file.name]).hexdigest()) == (file.size, file.sha256)
+    index = "model.safetensors.index.json"
+    same = {file.name for file in recipe.files if file in base.files}
+    assert same == set(made) - {"config.json", index, "model-00001-of-00003.safetensors"}
+    weight_map = json.loads(made[index])["weight_map"]
+    header, _ = _read_safetensors(made["model-00001-of-00003.safetensors"])
+    header.pop("__metadata__")
+    assert set(header) == {name for name, shard in weight_map.items() if shard == "model-00001-of-00003.safetensors"}
+    trellises = [entry for name, entry in header.items() if name.endswith(".trellis")]
+    assert len(trellises) == 6 * 8 * 3
+    assert {entry["shape"][2] for entry in trellises} == {16 * bits for bits in (2, 3, 5)}
+
+
 def test_tiny_tokenizer_ids(tiny: dict[str, bytes]) -> None:
     document = json.loads(tiny["tokenizer.json"])
     vocab = document["model"]["vocab"]

@@ -14,7 +14,15 @@ REST = "deepseek_v4_fp8"
 
 
 class Exl3Config(QuantizationConfig):
-    """What config.json says. Bits a weight are never read from here: a trellis' shape tells them."""
+    """What config.json says. Bits a weight are never read from here: a trellis' shape tells them.
+
+    Attributes:
+        codebook: 3inst, mcg or mul1, which the tensors' markers must agree with; '' when the config states none.
+    """
+
+    def __init__(self, codebook: str = "") -> None:
+        super().__init__()
+        self.codebook = codebook
 
     @classmethod
     def get_name(cls) -> Any:
@@ -42,7 +50,7 @@ class Exl3Config(QuantizationConfig):
                 f"[32, 32], found {rest.get('quant_method')} with {rest.get('weight_block_size')}; EXL3 is supported "
                 "for routed experts only"
             )
-        return cls()
+        return cls(str(config.get("codebook") or ""))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """None: no layer of vLLM's own is quantised; the backbone holds its experts itself."""

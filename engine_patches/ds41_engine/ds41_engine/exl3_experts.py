@@ -123,6 +123,20 @@ def divert(layers: Mapping[int, Exl3Experts], weights: Iterable[tuple[str, Tenso
             yield name, tensor
 
 
+def check_codebook(layers: Iterable[Exl3Experts], stated: str) -> None:
+    """Raise CheckpointError when tensors have another codebook than config.json states ('' states none).
+
+    A marker tensor that is missing leaves a valid layer of another codebook: plausible numbers, all wrong.
+    """
+    for layer in layers:
+        for _, codebook in layer.kinds():
+            if stated and codebook.label != stated:
+                raise CheckpointError(
+                    f"checkpoint tensors layers.{layer.layer_id}.ffn.experts: expected codebook {stated} as "
+                    f"config.json says, found {codebook.label} by their marker; run: ds41ctl fetch --verify"
+                )
+
+
 def census(layers: Iterable[Exl3Experts]) -> str:
     """For example ``144 matrices in 6 layers: K2 x 48, K3 x 72, K5 x 24 (mul1)``."""
     found: Counter[tuple[exl3.Rate, exl3.Codebook]] = Counter()
@@ -130,7 +144,7 @@ def census(layers: Iterable[Exl3Experts]) -> str:
     for layer in layers:
         found += layer.kinds()
         count += 1
-    books = sorted({codebook.name.lower() for _, codebook in found})
+    books = sorted({codebook.label for _, codebook in found})
     rates = Counter[exl3.Rate]()
     for (rate, _), number in found.items():
         rates[rate] += number

@@ -58,7 +58,7 @@ from .cpu_platform import make_stage_buffers, show_prompts
 from .engram_hash import DEAD, EngramHash, Int64Array
 from .engram_rows import EngramRows
 from .exl3_config import Exl3Config
-from .exl3_experts import Exl3Experts, Kernel, census, divert
+from .exl3_experts import Exl3Experts, Kernel, census, check_codebook, divert
 from .hash_ahead import HashAhead
 from .paged import PagedBatch, RequestRows, row_width
 from .shape import IMAGE_TOKEN_ID, BackboneShape
@@ -225,7 +225,9 @@ class TextModel(Backbone):
         self.embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.head = Linear(shape.hidden_size, shape.vocab_size)
         self.exl3: dict[int, Exl3Experts] = {}
+        self.exl3_codebook = ""
         if isinstance(vllm_config.quant_config, Exl3Config):
+            self.exl3_codebook = vllm_config.quant_config.codebook
             for layer in self.local:
                 self.exl3[layer] = Exl3Experts(shape, layer)
                 self.block(layer).ffn.replace_experts(self.exl3[layer])
@@ -308,6 +310,7 @@ class TextModel(Backbone):
             logger.warning("ds41: EXL3 experts are computed by numpy: %s", kernel.problem)
         for experts in self.exl3.values():
             experts.finish()
+        check_codebook(self.exl3.values(), self.exl3_codebook)
         kernel.check({kind for experts in self.exl3.values() for kind in experts.kinds()})
         for experts in self.exl3.values():
             experts.use(kernel)

@@ -1,5 +1,7 @@
 """Engram rows, fast: gathered from mapped tables by pinned threads, or read from disk. C++17 behind ctypes.
 
+The same library computes EXL3 experts; :mod:`ds41_kernels.exl3` is that format's home.
+
 Importing the package loads nothing. :func:`load` gives the library or says in one line why there is none; callers fall
 back to numpy then. A record is one table row of 264 bytes.
 """

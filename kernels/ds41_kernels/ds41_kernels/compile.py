@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = ("gather.cpp", "disk.cpp", "exl3_encode.cpp", "exl3_moe.cpp")
+STORE_SOURCES = ("gather.cpp",)  # what the builder and the verifier of the store need: a third of the compile time
 HEADERS = ("pool.h", "gather_loop.inc", "exl3_loops.inc")
 LIBRARY = "libds41_kernels.so"
 # no -march: the library must run on every processor of the platform, and chooses its loops when it is loaded;
@@ -32,21 +34,21 @@ def compiler() -> str:
     return ""
 
 
-def source_digest() -> str:
-    """sha256 over names and bytes of everything that goes into the library, and the flags."""
+def source_digest(sources: Sequence[str] = SOURCES) -> str:
+    """sha256 over names and bytes of everything that goes into a library of these sources, and the flags."""
     digest = hashlib.sha256(repr(FLAGS).encode())
-    for name in (*SOURCES, *HEADERS):
+    for name in (*sources, *HEADERS):
         digest.update(name.encode() + b"\0" + (HERE / name).read_bytes() + b"\0")
     return digest.hexdigest()
 
 
-def compile_library(target: Path) -> str:
-    """Compile into ``target`` (published by rename); '' when done, else one line why not."""
+def compile_library(target: Path, sources: Sequence[str] = SOURCES) -> str:
+    """Compile these sources into ``target`` (published by rename); '' when done, else one line why not."""
     program = compiler()
     if not program:
         return f"no C++ compiler ({', '.join(COMPILERS)})"
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    argv = [program, *FLAGS, "-o", str(part), *(str(HERE / name) for name in SOURCES)]
+    argv = [program, *FLAGS, "-o", str(part), *(str(HERE / name) for name in sources)]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if done.returncode:

@@ -36,6 +36,11 @@ class Codebook(enum.Enum):
         return {Codebook.THREE_INST: "", Codebook.MCG: "mcg", Codebook.MUL1: "mul1"}[self]
 
     @property
+    def label(self) -> str:
+        """Its name in configs and logs: 3inst, mcg or mul1."""
+        return self.marker or "3inst"
+
+    @property
     def marker_value(self) -> int:
         """What the marker tensor holds (int32 reading of the multiplier). Readers look at its presence only."""
         factor = {Codebook.THREE_INST: 0, Codebook.MCG: MCG_FACTOR, Codebook.MUL1: MUL1_FACTOR}[self]
