@@ -53,6 +53,7 @@ POLL_S = 0.25  # how often a start looks at the process: a death is named well w
 PROBE_EVERY_S = 1.0
 KEEP_LOGS = 10
 TAIL_LINES = 120
+LOCK_WAIT_S = 1.0
 LOG_LAG_S = 5.0
 LOG_QUIET_S = 0.5
 
@@ -98,7 +99,8 @@ class Serve:
     # ---- do
     def do(self, progress: Progress) -> None:
         """Start it. On any failure nothing of the engine is left running."""
-        with files.locked(serve_lock(self.layout), f"starting {self.layout.name}"):
+        # others only look at the lock for a moment before they give up
+        with files.locked(self.layout.serve_lock, f"starting {self.layout.name}", wait_s=LOCK_WAIT_S):
             record = refuse_second(self.layout)
             if record is not None:
                 progress(f"a start is under way (pid {record.pid}): waiting for it", {})
@@ -413,11 +415,6 @@ class Serve:
         if not profile.engine.plugin:
             return len(ours & set(store.mapped_by(folder))) >= ranks
         return all(len(ours & pids) >= ranks for pids in store.file_users(folder).values())
-
-
-def serve_lock(layout: Layout) -> Path:
-    """Held while a start waits: one start of a profile at a time."""
-    return layout.dirs.state / "locks" / f"serve-{layout.name}.lock"
 
 
 def environment_digest(env: Mapping[str, str]) -> str:
