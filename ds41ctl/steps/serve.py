@@ -33,6 +33,7 @@ from ds41ctl.adapters.running import Running
 from ds41ctl.core.engram import parallel_sizes, rank_ranges, unproven_rank
 from ds41ctl.core.errors import (
     AlreadyRunningError,
+    ConfigError,
     DetachedError,
     Ds41Error,
     EngineDiedError,
@@ -44,6 +45,7 @@ from ds41ctl.core.faults import fingerprint
 from ds41ctl.core.launch import RUN_MARKER, Launch, launch
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.logscan import LogScan
+from ds41ctl.core.profile import option_value
 from ds41ctl.steps import engram, stop
 from ds41ctl.steps.holders import ChildHolder, ContainerHolder, Holder, TmuxHolder
 from ds41ctl.steps.progress import Stall
@@ -129,6 +131,12 @@ class Serve:
         layout = self.layout
         if layout.profile.engine.kind == "container":
             containers.need_client()
+            policy = option_value(layout.profile.serve.argv, "--restart")
+            if policy not in (None, "no"):
+                raise ConfigError(
+                    f"--restart {policy} in serve.argv: the runtime would start the engine again behind ds41ctl's back",
+                    hints=("leave it out; ds41ctl status --watch --restart 3 does it within bounds",),
+                )
             if self.foreground:
                 raise UnsupportedError(
                     "a container engine has no foreground: its daemon holds it",

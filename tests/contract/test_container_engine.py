@@ -16,6 +16,7 @@ import pytest
 from ds41ctl.adapters import containers, profiles, running
 from ds41ctl.core.errors import (
     AlreadyRunningError,
+    ConfigError,
     EngineDiedError,
     FindingsError,
     NotFoundError,
@@ -239,6 +240,14 @@ def test_podman_is_used_where_there_is_no_docker(
     monkeypatch.setattr(containers, "CLIENTS", ("podman",))
     _, record = started(where)
     assert record.argv[0] == record.runtime == "podman" and runtime.calls[-1][0] == "podman"
+
+
+def test_a_restart_policy_is_refused_before_anything_is_started(runtime: FakeRuntime, where: Layout) -> None:
+    serve = where.profile.serve.model_copy(update={"argv": ("docker", "run", "--restart", "always")})
+    careless = Layout(**{**where.__dict__, "profile": where.profile.model_copy(update={"serve": serve})})
+    with pytest.raises(ConfigError, match="--restart always"):
+        started(careless)
+    assert not any(call[1] == "run" for call in runtime.calls)
 
 
 def test_the_foreground_is_refused_for_a_container(runtime: FakeRuntime, where: Layout) -> None:
