@@ -467,6 +467,12 @@ ENDINGS: tuple[Known, ...] = (
         "ds41ctl engine verify; sudo dmesg | tail",
     ),
     _row(
+        "member-gone",
+        r"(?P<line>VLLM::\S+) \(pid \d+\).{0,200} has ended$",
+        "{line} ended without a word in the log: it was killed, or it crashed in compiled code",
+        "sudo dmesg | tail; ds41ctl stop && ds41ctl serve",
+    ),
+    _row(
         "ended",
         r"signal (?P<line>1|2|15)\b|exit status 14[13]",
         "somebody ended it (signal {line})",

@@ -29,7 +29,7 @@ from ds41ctl.adapters import (
 from ds41ctl.adapters import pane as pane_module
 from ds41ctl.adapters.http import EngineClient, HttpFault, Limits
 from ds41ctl.adapters.paths import private_dir
-from ds41ctl.adapters.running import Running
+from ds41ctl.adapters.running import Member, Running
 from ds41ctl.core.engram import parallel_sizes, rank_ranges, unproven_rank
 from ds41ctl.core.errors import (
     AlreadyRunningError,
@@ -83,6 +83,8 @@ class Serve:
             return Goal(False, "not running")
         if not record.ready_at:
             return Goal(False, f"pid {record.pid} is still starting")
+        for member in record.gone():
+            return Goal(False, f"{member.title} (pid {member.pid}) has ended")
         state = health(record.url)
         if state != "ok":
             return Goal(False, f"pid {record.pid} runs, but /health says {state}")
@@ -124,7 +126,8 @@ class Serve:
             except Ds41Error:
                 stop.end(self.layout, record)
                 raise
-            running.write(self.layout.record_path, record.model_copy(update={"ready_at": _now()}))
+            done = {"ready_at": _now(), "members": members(record)}
+            running.write(self.layout.record_path, record.model_copy(update=done))
 
     def refuse_unfit(self) -> None:
         """What would cost minutes to find out later, or (before a replacement) the engine that runs now."""
@@ -425,6 +428,16 @@ class Serve:
         return all(len(ours & pids) >= ranks for pids in store.file_users(folder).values())
 
 
+def members(record: Running) -> tuple[Member, ...]:
+    """The engine core and its workers: processes that have a title of their own and whose end is the engine's."""
+    found = []
+    for item in proc.family(record.pid, record.marker, session=record.identity):
+        title = proc.title(item.pid)
+        if item.pid != record.pid and title.startswith("VLLM::"):
+            found.append(Member(pid=item.pid, start_ticks=item.start_ticks, title=title))
+    return tuple(found)
+
+
 def environment_digest(env: Mapping[str, str]) -> str:
     """What a start's environment is compared by."""
     return hashlib.sha256(json.dumps(dict(env), sort_keys=True).encode()).hexdigest()
@@ -504,7 +517,7 @@ def refuse_second(layout: Layout) -> Running | None:
     record = running.read(layout.record_path)
     if record is None:
         return None
-    if not record.alive():
+    if not record.alive() or record.gone():
         stop.end(layout, record)
         return None
     if not record.ready_at:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ds41ctl.adapters import containers, profiles, running
+from ds41ctl.core import watch
 from ds41ctl.core.errors import (
     AlreadyRunningError,
     ConfigError,
@@ -25,9 +26,10 @@ from ds41ctl.core.errors import (
 from ds41ctl.core.launch import Machine, launch
 from ds41ctl.core.layout import Dirs, Layout, layout
 from ds41ctl.core.settings import Settings
+from ds41ctl.steps import live, stop
 from ds41ctl.steps import serve as serving
-from ds41ctl.steps import stop
 from ds41ctl.steps.serve import Serve
+from ds41ctl.steps.watchdog import Watchdog
 from tests.fakes.containers import GOOD_LOG, FakeRuntime
 
 pytestmark = pytest.mark.timeout(120)
@@ -273,3 +275,55 @@ def test_the_engine_is_held_by_its_container(runtime: FakeRuntime, where: Layout
             break
         time.sleep(0.05)
     assert holder.ending() == "exit status 1" and not record.alive()
+
+
+# ---- the watchdog on such an engine
+def test_a_death_is_named_at_once_and_the_engine_started_again_within_its_bound(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "BACKOFF_S", (0.1,))
+    _, record = started(where)
+    told: list[str] = []
+    dog = Watchdog(where, Path("cmp.toml"), most=1, every_s=0.1)
+    states, kills = [], 0
+    for state, _ in dog.states(told.append):
+        if not states or states[-1] != state:
+            states.append(state)
+        now = running.read(where.record_path)
+        if state == "ready" and now is not None and kills < 2:
+            os.kill(now.pid, 9)
+            kills, killed = kills + 1, time.monotonic()
+        elif state == "dead":
+            assert time.monotonic() - killed < 5
+    assert states == ["ready", "dead", "ready", "dead"]
+    assert "restarted, and proven ready again" in told and "the bound" in told[-1]
+    now = running.read(where.record_path)
+    assert now is not None and now.container != record.container and len(runtime.held) == 1
+
+
+def test_without_a_policy_a_dead_engine_ends_the_watch_and_a_stopped_one_too(
+    runtime: FakeRuntime, where: Layout
+) -> None:
+    _, record = started(where)
+    os.kill(record.pid, 9)
+    time.sleep(0.2)
+    told: list[str] = []
+    assert [state for state, _ in Watchdog(where, Path("cmp.toml"), every_s=0.1).states(told.append)] == ["dead"]
+    stop.end(where, record)
+    assert list(Watchdog(where, Path("cmp.toml")).states(told.append)) == [] and "was stopped" in told[-1]
+
+
+def test_status_of_a_container_engine_says_what_it_is_and_how_it_died(runtime: FakeRuntime, where: Layout) -> None:
+    assert live.collect(where)["state"] == "stopped"
+    _, record = started(where)
+    tree = live.collect(where)
+    assert tree["state"] == "ready" and tree["drift"] == [] and tree["container"] == record.container
+    runtime.play(restarts=2, policy="always")
+    assert live.collect(where)["drift"] == ["the container was restarted 2 times"]
+    runtime.play(restarts=0, policy="no", state={"ExitCode": 137, "OOMKilled": True})
+    os.kill(record.pid, 9)
+    time.sleep(0.2)
+    tree = live.collect(where)
+    assert tree["state"] == "died" and "killed for memory" in tree["ending"] and "memory limit" in tree["meaning"]
+    changed = where.profile.model_copy(update={"title": "another"})
+    assert "the profile changed since the start" in live.drift(Layout(**{**where.__dict__, "profile": changed}), record)
