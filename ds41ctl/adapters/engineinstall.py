@@ -61,6 +61,9 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress, *, f
     engine = layout.profile.engine
     python = _interpreter(layout)
     env = {key: value for key, value in environ.items() if key in _INSTALL_ENV or key.startswith(_INSTALL_PREFIXES)}
+    if from_folder is not None:
+        # the folder and the lock say everything; an index or a constraint of this machine's pip has no say
+        env = {key: value for key, value in env.items() if not key.startswith("PIP_")} | {"PIP_CONFIG_FILE": os.devnull}
     job = Job(layout, env, progress, from_folder)
     made_from = enginevenv.wanted(layout)
     for notice in engine.notices:

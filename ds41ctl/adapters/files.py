@@ -152,15 +152,15 @@ def file_sha256(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold an exclusive lock; raises LockedError at once, naming the holder, when someone else has it.
+def locked(path: Path, what: str, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold an exclusive lock; raises LockedError (after `wait_s`), naming the holder, when someone else has it.
 
     The lock is flock: the kernel frees it when its holder dies, SIGKILL included.
     """
     note = path.with_name(path.name + ".holder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path, timeout=0)
+        lock = FileLock(path, timeout=wait_s)
         lock.acquire()
     except OSError as error:
         if isinstance(error, Timeout):

@@ -262,6 +262,15 @@ def carries(pid: int, name: str) -> bool:
     return environ.startswith(f"{name}=".encode()) or f"\0{name}=".encode() in environ
 
 
+def title(pid: int) -> str:
+    """What a process calls itself: its command line, at most 80 characters; '' when it is gone."""
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return raw.replace(b"\0", b" ").decode(errors="replace").strip()[:80]
+
+
 def describe(pid: int) -> str:
     """`pid 12 (command, user name)` for a message."""
     try:

@@ -13,6 +13,20 @@ from ds41ctl.adapters.store import boot_id
 from ds41ctl.core.layout import base_url
 
 
+class Member(BaseModel):
+    """A process of the engine beside its first one, as it was when the engine became ready."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pid: int
+    start_ticks: int
+    title: str
+
+    def alive(self) -> bool:
+        """True while that very process runs."""
+        return Identity(self.pid, self.start_ticks).alive()
+
+
 class Running(BaseModel):
     """What was started. `marker` is an environment entry that every process of this engine carries."""
 
@@ -41,6 +55,7 @@ class Running(BaseModel):
     container: str = ""
     runtime: str = ""
     idle_vram_mib: dict[str, int] = {}
+    members: tuple[Member, ...] = ()
 
     @property
     def identity(self) -> Identity:
@@ -60,6 +75,12 @@ class Running(BaseModel):
             found = containers.state(self.runtime, self.container)
             return found is not None and found.running
         return self.identity.alive()
+
+    def gone(self) -> list[Member]:
+        """Members that have ended: the engine is dead though its first process may not know it yet."""
+        return (
+            [] if self.container or self.boot_id != boot_id() else [item for item in self.members if not item.alive()]
+        )
 
 
 def write(path: Path, record: Running) -> None:

@@ -15,6 +15,7 @@ from ds41ctl.cli.app import group
 from ds41ctl.cli.planning import plan_of_serve, print_plan
 from ds41ctl.cli.session import Session, open_session
 from ds41ctl.cli.up import heading, serving
+from ds41ctl.core.errors import AlreadyRunningError
 
 app = group("Start the engine and wait until tokens flow.")
 
@@ -37,12 +38,14 @@ def serve(
     json: options.JsonOpt = False,
 ) -> None:
     """Start the engine in a private tmux server and wait until it is proven ready."""
+    session = open_session(profile, port=port, dspark=dspark)
+    if not (dry_run or print_unit or replace):
+        _refuse_taken(session)
     from ds41ctl.adapters import running
     from ds41ctl.steps import stop
     from ds41ctl.steps.foreground import follow, held
     from ds41ctl.steps.serve import Serve, refuse_second
 
-    session = open_session(profile, port=port, dspark=dspark)
     if dry_run:
         print_plan(plan_of_serve(session))
         return
@@ -67,6 +70,20 @@ def serve(
         serving(session)
         if foreground:
             follow(session.layout, step, cli.out.note)
+
+
+def _refuse_taken(session: Session) -> None:
+    """Another start holds the lock, or the engine is ready: said before anything is looked at, or even imported."""
+    from ds41ctl.adapters import files, running
+
+    layout = session.layout
+    with files.locked(layout.serve_lock, f"starting {layout.name}"):
+        record = running.read(layout.record_path)
+    if record is not None and record.ready_at and record.alive():
+        raise AlreadyRunningError(
+            f"{layout.name} is already running: pid {record.pid} on {record.url}",
+            hints=("ds41ctl status", "ds41ctl stop", "ds41ctl serve --replace"),
+        )
 
 
 def _print_unit(session: Session) -> None:

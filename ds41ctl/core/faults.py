@@ -125,7 +125,8 @@ KNOWN: tuple[Known, ...] = (
     ),
     _row(
         "drafter",
-        r"(?:DSpark|dspark|num_speculative_tokens|speculative).{0,120}(?:not supported|must be|invalid|divisible)",
+        r"does not support: .{0,40}speculative"
+        r"|(?:DSpark|dspark|num_speculative_tokens|speculative).{0,120}(?:not supported|must be|invalid|divisible)",
         "the drafter cannot run with these settings",
         "ds41ctl serve --no-dspark, or serve.spec_tokens 5",
     ),
@@ -337,7 +338,7 @@ KNOWN: tuple[Known, ...] = (
     ),
     _row(
         "descriptors",
-        r"(?:OSError|RuntimeError|error).{0,60}Too many open files",
+        r"(?:OSError|RuntimeError|error).{0,240}Too many open files",
         "the limit of open files is too small",
         "ulimit -n 65536",
     ),
@@ -464,6 +465,12 @@ ENDINGS: tuple[Known, ...] = (
         r"signal (?P<line>4|6|7|8|11)\b|exit status 13[2-9]",
         "it crashed in compiled code (signal {line})",
         "ds41ctl engine verify; sudo dmesg | tail",
+    ),
+    _row(
+        "member-gone",
+        r"(?P<line>VLLM::\S+) \(pid \d+\).{0,200} has ended$",
+        "{line} ended without a word in the log: it was killed, or it crashed in compiled code",
+        "sudo dmesg | tail; ds41ctl stop && ds41ctl serve",
     ),
     _row(
         "ended",

@@ -84,6 +84,11 @@ class Layout:
         return self.dirs.state / "running" / f"{self.name}.json"
 
     @property
+    def serve_lock(self) -> Path:
+        """Held while a start waits: one start of a profile at a time."""
+        return self.dirs.state / "locks" / f"serve-{self.name}.lock"
+
+    @property
     def socket_path(self) -> Path:
         """tmux socket of this profile's private server."""
         return self.dirs.runtime / f"{self.name}.sock"

@@ -39,6 +39,11 @@ def collect(layout: Layout, *, before: tuple[float, float | None] | None = None)
         session = record.identity if record.boot_id == store.boot_id() else None
         left = [proc.describe(item.pid) for item in proc.family(0, record.marker, session=session)]
         return {**tree, "state": "died", "left_behind": left, **death(layout, record)}
+    gone = record.gone()
+    if gone:
+        left = [proc.describe(item.pid) for item in proc.family(record.pid, record.marker, session=record.identity)]
+        which = ", ".join(f"{item.title} (pid {item.pid})" for item in gone)
+        return {**tree, "state": "died", "left_behind": left, **death(layout, record, f"{which} has ended")}
     health = serve.health(record.url)
     if not record.ready_at:
         tree["state"] = "starting"
@@ -130,7 +135,7 @@ def look(layout: Layout) -> Look:
     """One look for the watchdog."""
     record = running.read(layout.record_path)
     at = time.monotonic()
-    if record is None or not record.alive():
+    if record is None or not record.alive() or record.gone():
         return Look(at, alive=False)
     found = read_metrics(record) if record.ready_at else None
     answers = serve.health(record.url) == "ok" if record.ready_at else True
@@ -186,9 +191,9 @@ def _changed_environment(record: Running) -> list[str]:
     return [f"the live environment differs: {', '.join(names)}"] if names else []
 
 
-def death(layout: Layout, record: Running) -> dict[str, Any]:
+def death(layout: Layout, record: Running, ending: str = "") -> dict[str, Any]:
     """How it ended and what its log says of that."""
-    ending = serve.holder_of(layout, record).ending() or "how is not known"
+    ending = ending or serve.holder_of(layout, record).ending() or "how is not known"
     path = Path(record.log)
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     known = fingerprint(lines, ending)

@@ -29,10 +29,11 @@ from ds41ctl.adapters import (
 from ds41ctl.adapters import pane as pane_module
 from ds41ctl.adapters.http import EngineClient, HttpFault, Limits
 from ds41ctl.adapters.paths import private_dir
-from ds41ctl.adapters.running import Running
+from ds41ctl.adapters.running import Member, Running
 from ds41ctl.core.engram import parallel_sizes, rank_ranges, unproven_rank
 from ds41ctl.core.errors import (
     AlreadyRunningError,
+    ConfigError,
     DetachedError,
     Ds41Error,
     EngineDiedError,
@@ -44,6 +45,7 @@ from ds41ctl.core.faults import fingerprint
 from ds41ctl.core.launch import RUN_MARKER, Launch, launch
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.logscan import LogScan
+from ds41ctl.core.profile import option_value
 from ds41ctl.steps import engram, stop
 from ds41ctl.steps.holders import ChildHolder, ContainerHolder, Holder, TmuxHolder
 from ds41ctl.steps.progress import Stall
@@ -53,6 +55,7 @@ POLL_S = 0.25  # how often a start looks at the process: a death is named well w
 PROBE_EVERY_S = 1.0
 KEEP_LOGS = 10
 TAIL_LINES = 120
+LOCK_WAIT_S = 1.0
 LOG_LAG_S = 5.0
 LOG_QUIET_S = 0.5
 
@@ -80,6 +83,8 @@ class Serve:
             return Goal(False, "not running")
         if not record.ready_at:
             return Goal(False, f"pid {record.pid} is still starting")
+        for member in record.gone():
+            return Goal(False, f"{member.title} (pid {member.pid}) has ended")
         state = health(record.url)
         if state != "ok":
             return Goal(False, f"pid {record.pid} runs, but /health says {state}")
@@ -98,7 +103,8 @@ class Serve:
     # ---- do
     def do(self, progress: Progress) -> None:
         """Start it. On any failure nothing of the engine is left running."""
-        with files.locked(serve_lock(self.layout), f"starting {self.layout.name}"):
+        # others only look at the lock for a moment before they give up
+        with files.locked(self.layout.serve_lock, f"starting {self.layout.name}", wait_s=LOCK_WAIT_S):
             record = refuse_second(self.layout)
             if record is not None:
                 progress(f"a start is under way (pid {record.pid}): waiting for it", {})
@@ -120,13 +126,20 @@ class Serve:
             except Ds41Error:
                 stop.end(self.layout, record)
                 raise
-            running.write(self.layout.record_path, record.model_copy(update={"ready_at": _now()}))
+            done = {"ready_at": _now(), "members": members(record)}
+            running.write(self.layout.record_path, record.model_copy(update=done))
 
     def refuse_unfit(self) -> None:
         """What would cost minutes to find out later, or (before a replacement) the engine that runs now."""
         layout = self.layout
         if layout.profile.engine.kind == "container":
             containers.need_client()
+            policy = option_value(layout.profile.serve.argv, "--restart")
+            if policy not in (None, "no"):
+                raise ConfigError(
+                    f"--restart {policy} in serve.argv: the runtime would start the engine again behind ds41ctl's back",
+                    hints=("leave it out; ds41ctl status --watch --restart 3 does it within bounds",),
+                )
             if self.foreground:
                 raise UnsupportedError(
                     "a container engine has no foreground: its daemon holds it",
@@ -416,9 +429,14 @@ class Serve:
         return bool(users) and all(len(ours & pids) >= ranks for pids in users.values())
 
 
-def serve_lock(layout: Layout) -> Path:
-    """Held while a start waits: one start of a profile at a time."""
-    return layout.dirs.state / "locks" / f"serve-{layout.name}.lock"
+def members(record: Running) -> tuple[Member, ...]:
+    """The engine core and its workers: processes that have a title of their own and whose end is the engine's."""
+    found = []
+    for item in proc.family(record.pid, record.marker, session=record.identity):
+        title = proc.title(item.pid)
+        if item.pid != record.pid and title.startswith("VLLM::"):
+            found.append(Member(pid=item.pid, start_ticks=item.start_ticks, title=title))
+    return tuple(found)
 
 
 def environment_digest(env: Mapping[str, str]) -> str:
@@ -500,7 +518,7 @@ def refuse_second(layout: Layout) -> Running | None:
     record = running.read(layout.record_path)
     if record is None:
         return None
-    if not record.alive():
+    if not record.alive() or record.gone():
         stop.end(layout, record)
         return None
     if not record.ready_at:

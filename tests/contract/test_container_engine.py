@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -13,20 +14,26 @@ from typing import Any
 
 import pytest
 
-from ds41ctl.adapters import containers, profiles, running
+from ds41ctl.adapters import containers, enginevenv, proc, profiles, running
+from ds41ctl.core import watch
 from ds41ctl.core.errors import (
     AlreadyRunningError,
+    ConfigError,
     EngineDiedError,
     FindingsError,
+    IntegrityError,
     NotFoundError,
     UnsupportedError,
 )
+from ds41ctl.core.facts import CdiSpec
 from ds41ctl.core.launch import Machine, launch
 from ds41ctl.core.layout import Dirs, Layout, layout
 from ds41ctl.core.settings import Settings
+from ds41ctl.steps import live, stop
 from ds41ctl.steps import serve as serving
-from ds41ctl.steps import stop
+from ds41ctl.steps.engine import EngineInstall
 from ds41ctl.steps.serve import Serve
+from ds41ctl.steps.watchdog import Watchdog
 from tests.fakes.containers import GOOD_LOG, FakeRuntime
 
 pytestmark = pytest.mark.timeout(120)
@@ -241,6 +248,14 @@ def test_podman_is_used_where_there_is_no_docker(
     assert record.argv[0] == record.runtime == "podman" and runtime.calls[-1][0] == "podman"
 
 
+def test_a_restart_policy_is_refused_before_anything_is_started(runtime: FakeRuntime, where: Layout) -> None:
+    serve = where.profile.serve.model_copy(update={"argv": ("docker", "run", "--restart", "always")})
+    careless = Layout(**{**where.__dict__, "profile": where.profile.model_copy(update={"serve": serve})})
+    with pytest.raises(ConfigError, match="--restart always"):
+        started(careless)
+    assert not any(call[1] == "run" for call in runtime.calls)
+
+
 def test_the_foreground_is_refused_for_a_container(runtime: FakeRuntime, where: Layout) -> None:
     with pytest.raises(UnsupportedError, match="no foreground"):
         Serve(where, Path("cmp.toml"), os.environ, foreground=True).do(silent)
@@ -264,3 +279,135 @@ def test_the_engine_is_held_by_its_container(runtime: FakeRuntime, where: Layout
             break
         time.sleep(0.05)
     assert holder.ending() == "exit status 1" and not record.alive()
+
+
+# ---- the watchdog on such an engine
+def test_a_death_is_named_at_once_and_the_engine_started_again_within_its_bound(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "BACKOFF_S", (0.1,))
+    _, record = started(where)
+    told: list[str] = []
+    dog = Watchdog(where, Path("cmp.toml"), most=1, every_s=0.1)
+    states, kills = [], 0
+    for state, _ in dog.states(told.append):
+        if not states or states[-1] != state:
+            states.append(state)
+        now = running.read(where.record_path)
+        if state == "ready" and now is not None and kills < 2:
+            os.kill(now.pid, 9)
+            kills, killed = kills + 1, time.monotonic()
+        elif state == "dead":
+            assert time.monotonic() - killed < 5
+    assert states == ["ready", "dead", "ready", "dead"]
+    assert "restarted, and proven ready again" in told and "the bound" in told[-1]
+    now = running.read(where.record_path)
+    assert now is not None and now.container != record.container and len(runtime.held) == 1
+
+
+def test_without_a_policy_a_dead_engine_ends_the_watch_and_a_stopped_one_too(
+    runtime: FakeRuntime, where: Layout
+) -> None:
+    _, record = started(where)
+    os.kill(record.pid, 9)
+    time.sleep(0.2)
+    told: list[str] = []
+    assert [state for state, _ in Watchdog(where, Path("cmp.toml"), every_s=0.1).states(told.append)] == ["dead"]
+    stop.end(where, record)
+    assert list(Watchdog(where, Path("cmp.toml")).states(told.append)) == [] and "was stopped" in told[-1]
+
+
+def test_status_of_a_container_engine_says_what_it_is_and_how_it_died(runtime: FakeRuntime, where: Layout) -> None:
+    assert live.collect(where)["state"] == "stopped"
+    _, record = started(where)
+    tree = live.collect(where)
+    assert tree["state"] == "ready" and tree["drift"] == [] and tree["container"] == record.container
+    runtime.play(restarts=2, policy="always")
+    assert live.collect(where)["drift"] == ["the container was restarted 2 times"]
+    runtime.play(restarts=0, policy="no", state={"ExitCode": 137, "OOMKilled": True})
+    os.kill(record.pid, 9)
+    time.sleep(0.2)
+    tree = live.collect(where)
+    assert tree["state"] == "died" and "killed for memory" in tree["ending"] and "memory limit" in tree["meaning"]
+    changed = where.profile.model_copy(update={"title": "another"})
+    assert "the profile changed since the start" in live.drift(Layout(**{**where.__dict__, "profile": changed}), record)
+
+
+# ---- installing such an engine
+GPUS = CdiSpec(path="/etc/cdi/nvidia.yaml", kind="nvidia.com/gpu", devices=("0", "all"))
+
+
+def installed(
+    where: Layout, monkeypatch: pytest.MonkeyPatch, *specs: CdiSpec, checkout: Path | None = None
+) -> list[str]:
+    """Install; what it said on the way."""
+    monkeypatch.setattr(containers, "cdi_specs", lambda root: specs)
+    said: list[str] = []
+    EngineInstall(where, os.environ, checkout=checkout).do(lambda text, data: said.append(text))
+    return said
+
+
+def test_an_image_that_is_there_is_written_down_with_its_licence_notice(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = EngineInstall(where, os.environ)
+    assert not step.check().reached
+    assert any("AGPL" in text for text in installed(where, monkeypatch, GPUS))
+    assert step.check().reached
+    tree = enginevenv.read_manifest(where.engine_dir)
+    assert tree is not None and tree["image_id"] == "1" * 64 and "AGPL" in tree["notices"][0]
+    runtime.play(images={"ds41-cmp170hx:1.2.0-fidelity": "sha256:" + "2" * 64})
+    assert not step.check().reached  # another image under the same tag
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ((), r"no CDI specification names nvidia\.com/gpu=all"),
+        ((GPUS.model_copy(update={"devices": ("0",)}),), "no CDI specification names"),
+        ((GPUS.model_copy(update={"missing": ("/usr/lib/libcuda.so.570.1",)}),), "is of another driver"),
+    ],
+)
+def test_a_missing_or_stale_cdi_specification_ends_the_install(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch, specs: tuple[CdiSpec, ...], message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message) as failed:
+        installed(where, monkeypatch, *specs)
+    assert "nvidia-ctk cdi generate" in failed.value.hints[0]
+
+
+def test_an_image_that_is_not_published_is_built_from_a_checkout_at_its_pin_alone(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runtime.play(images={})
+    with pytest.raises(NotFoundError, match="built from 2ad5741ab1a2") as failed:
+        installed(where, monkeypatch, GPUS)
+    assert "--checkout FOLDER" in failed.value.hints[0]
+    checkout = tmp_path / "checkout"
+    (checkout / "docker").mkdir(parents=True)
+    scene = dict(runtime.scene, images={"ds41-cmp170hx:1.2.0-fidelity": "sha256:" + "1" * 64})
+    (checkout / "docker" / "build.sh").write_text(
+        f"cat > {runtime.root}/scene.json <<'EOF'\n{json.dumps(scene)}\nEOF\n"
+    )
+    git = ["git", "-C", str(checkout), "-c", "user.name=x", "-c", "user.email=x@example.com"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        assert proc.run([*git, *words], timeout=30).ok
+    with pytest.raises(IntegrityError, match="is pinned"):
+        installed(where, monkeypatch, GPUS, checkout=checkout)
+    head = proc.run([*git, "rev-parse", "HEAD"], timeout=30).stdout.strip()
+    engine = where.profile.engine.model_copy(update={"build_revision": head})
+    pinned = Layout(**{**where.__dict__, "profile": where.profile.model_copy(update={"engine": engine})})
+    installed(pinned, monkeypatch, GPUS, checkout=checkout)
+    assert EngineInstall(pinned, os.environ).check().reached
+
+
+def test_a_published_image_is_pulled_by_its_digest(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime.play(images={})
+    digest = "sha256:" + "1" * 64
+    engine = where.profile.engine.model_copy(update={"image_digest": digest})
+    pinned = Layout(**{**where.__dict__, "profile": where.profile.model_copy(update={"engine": engine})})
+    installed(pinned, monkeypatch, GPUS)
+    assert ["docker", "pull", f"{engine.image}@{digest}"] in runtime.calls
+    assert EngineInstall(pinned, os.environ).check().reached

@@ -1,7 +1,6 @@
 """Deaths at any moment on the real engine: named within five seconds, cleared by `stop`, recovered from.
 
-The short form runs with `make test`; `make test-slow` runs the whole matrix, thirty cycles, and takes the better part
-of an hour.
+The short form runs with `make test`; `make test-slow` runs the whole matrix and thirty cycles, most of an hour.
 """
 
 from __future__ import annotations

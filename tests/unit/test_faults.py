@@ -40,6 +40,8 @@ REAL: dict[str, tuple[str, str, str]] = {
     "cpu-no-plugin": ("exit status 1", "no-kernel", "plugin"),
     "cpu-parser": ("exit status 1", "parser", "deepseek_v4l"),
     "cpu-worker-killed": ("exit status 0", "worker", "exit code -9"),
+    "cpu-nofile": ("exit status 1", "descriptors", "open files"),
+    "cpu-drafter": ("exit status 1", "drafter", "drafter"),
     "cpu-shadow": ("exit status 1", "shadowed", "folder named vllm"),
 }
 HEAD = gzip.decompress((LOGS / "cpu-ready.log.gz").read_bytes()).decode().splitlines()[:40]
