@@ -7,6 +7,7 @@ The same sources compile with ``nvcc`` 12.8 (see kernels/README.md).
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import hashlib
 import json
@@ -350,3 +351,29 @@ def target_for(major: int, minor: int) -> str:
     if (major, minor) < (7, 0):
         raise BuildError(f"compute capability: expected 7.0 or later, found {major}.{minor}")
     return {7: "sm_70", 8: "sm_80", 9: "sm_90"}.get(major, "compute_80")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``python -m ds41_kernels.build sm_70 --cache DIR``: one line of JSON an image; 1 and one line when it fails."""
+    parser = argparse.ArgumentParser(prog="ds41_kernels.build", description="Compile the GPU kernels with NVRTC.")
+    parser.add_argument("targets", nargs="+", help=f"some of {', '.join(TARGETS)}")
+    parser.add_argument("--cache", type=Path, required=True, help="directory of the images")
+    parser.add_argument("--bits", default="1,2,3,4,5,6,7,8", help="bits per weight that occur")
+    parser.add_argument("--codebooks", default=",".join(CODEBOOKS), help="codebooks that occur")
+    options = parser.parse_args(argv)
+    try:
+        bits = tuple(int(part) if part.isdecimal() else 0 for part in options.bits.split(","))
+        variant = Variant(bits, tuple(options.codebooks.split(",")))
+        for target in options.targets:
+            for image in build(target, options.cache, variant):
+                record = {"path": str(image.path), "source": image.source, "target": image.target}
+                record |= {"kernels": len(image.kernels), "seconds": image.seconds, "cached": image.cached}
+                print(json.dumps(record), flush=True)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -90,13 +90,15 @@ DEVICE void store_row(const float (&rows)[kMaxBlocks][4], int width, unsigned ch
     __shared__ u32 largest_of[kStageWarps];
     __shared__ int sum_of[kStageWarps];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, blocks = width / 128;
+    const int turns = (blocks + kStageWarps - 1) / kStageWarps;
     // value 4 * lane + j of a block: k-tile lane / 4, row r = 4 * (lane % 4) + j, quad (r % 8) / 2, upper pair if r >= 8
     const int in_tile = lane % 4, quad = 2 * (in_tile % 2), upper = in_tile / 2;
     if constexpr (FORMAT != kFixedPlanes) {
 #pragma unroll
         for (int b = 0; b < kMaxBlocks; ++b) {
             const int block = b * kStageWarps + warp;
-            if (block >= blocks) break;
+            if (b >= turns) break;
+            if (block >= blocks) continue;
             const half2 first = __floats2half2_rn(rows[b][0], rows[b][1]);
             const half2 second = __floats2half2_rn(rows[b][2], rows[b][3]);
             if constexpr (FORMAT == kHalfRows) {
@@ -125,7 +127,8 @@ DEVICE void store_row(const float (&rows)[kMaxBlocks][4], int width, unsigned ch
 #pragma unroll
         for (int b = 0; b < kMaxBlocks; ++b) {
             const int block = b * kStageWarps + warp;
-            if (block >= blocks) break;
+            if (b >= turns) break;
+            if (block >= blocks) continue;
             int high[4], low[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -160,11 +163,14 @@ template <int FORMAT>
 DEVICE void rotate_row(const half* __restrict__ x, const half* __restrict__ suh, int width, unsigned char* row,
                        RowScale* info) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, blocks = width / 128;
+    // all warps take the same number of turns, so that the shuffles are never inside a branch that divides a CTA; a warp
+    // without a block of its own repeats the last one and does not store it
+    const int turns = (blocks + kStageWarps - 1) / kStageWarps;
     float rows[kMaxBlocks][4];
 #pragma unroll
     for (int b = 0; b < kMaxBlocks; ++b) {
-        const int block = b * kStageWarps + warp;
-        if (block < blocks) {
+        if (b < turns) {
+            const int block = min(b * kStageWarps + warp, blocks - 1);
             const uint2 xs = __ldg(reinterpret_cast<const uint2*>(x + block * 128 + 4 * lane));
             const uint2 ss = __ldg(reinterpret_cast<const uint2*>(suh + block * 128 + 4 * lane));
             const half2 a = __hmul2(*reinterpret_cast<const half2*>(&xs.x), *reinterpret_cast<const half2*>(&ss.x));
@@ -206,11 +212,14 @@ DEVICE void middle(const float* __restrict__ sums, const int* __restrict__ ids, 
     const half* svh_gate = linears[expert * 3].svh;
     const half* svh_up = linears[expert * 3 + 1].svh;
     const half* suh = linears[expert * 3 + 2].suh;
+    // all warps take the same number of turns, so that the shuffles are never inside a branch that divides a CTA; a warp
+    // without a block of its own repeats the last one and does not store it
+    const int turns = (blocks + kStageWarps - 1) / kStageWarps;
     float rows[kMaxBlocks][4];
 #pragma unroll
     for (int b = 0; b < kMaxBlocks; ++b) {
-        const int block = b * kStageWarps + warp;
-        if (block < blocks) {
+        if (b < turns) {
+            const int block = min(b * kStageWarps + warp, blocks - 1);
             const int at = block * 128 + 4 * lane;
             const float4 g4 = *reinterpret_cast<const float4*>(sums + (size_t)slot * 2 * inter + at);
             const float4 u4 = *reinterpret_cast<const float4*>(sums + ((size_t)slot * 2 + 1) * inter + at);
