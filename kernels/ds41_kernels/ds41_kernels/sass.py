@@ -109,7 +109,7 @@ def parse(listing: str) -> list[Loop]:
                 continue
             counted = Counter(operation.split(".")[0] for operation, _ in code[begin : end + 1])
             loop = Loop(kernel, end + 1 - begin, counted)
-            # what the compiler places behind a kernel for diverged warps branches back too; it holds the kernel's end
-            if loop.mma and not (counted["CALL"] and counted["STS"]):
+            # what the compiler places behind a kernel for diverged warps branches back too, over the kernel's end
+            if loop.mma and not counted["EXIT"]:
                 loops.append(loop)
     return loops
