@@ -13,7 +13,14 @@ from ds41_kernels.census import Census
 
 K3_MUL1 = Variant((3,), ("mul1",))
 # SASS instructions a weight and lane of the hot loop; 14.6 in the best documented EXL3 kernel for V100
-VOLTA_LIMITS = [("mul1", 2, 7.6), ("mul1", 3, 7.6), ("mul1", 4, 7.6), ("mul1", 5, 8.4), ("mcg", 3, 8.4), ("mcg", 5, 8.4)]
+VOLTA_LIMITS = [
+    ("mul1", 2, 7.6),
+    ("mul1", 3, 7.6),
+    ("mul1", 4, 7.6),
+    ("mul1", 5, 8.4),
+    ("mcg", 3, 8.4),
+    ("mcg", 5, 8.4),
+]
 AMPERE_LIMITS = [("mul1", 3, 4.4), ("mul1", 5, 4.8), ("mcg", 3, 5.6)]
 
 
@@ -136,7 +143,7 @@ def test_other_variants_targets_and_compilers_are_other_images() -> None:
 
 
 def test_no_toolchain_names_the_wheels(tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match="nvidia-cuda-nvrtc-cu12==12.8.93"):
+    with pytest.raises(BuildError, match=r"nvidia-cuda-nvrtc-cu12==12\.8\.93"):
         build.find_toolchain([tmp_path])
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from ds41_kernels.moe import Exl3Moe, Images, Workspace, decoded_weights
+
 from tests.gpu import exl3_torch as reference
 from tests.gpu.run import EXPERTS, HIDDEN, INNER, TOP_K, batch, device_linear, load, rel_rms
 
@@ -72,13 +72,16 @@ def time_us(work: Callable[[], Any], repeats: int = 10, samples: int = 7) -> flo
 def make_weights(bits: int, codebook: str, seed: int, experts: int = EXPERTS) -> list[list[reference.Linear]]:
     generator = torch.Generator("cuda").manual_seed(seed)
     shapes = ((HIDDEN, INNER), (HIDDEN, INNER), (INNER, HIDDEN))
-    return [
-        [reference.random_linear(k, n, bits, codebook, generator) for k, n in shapes] for _ in range(experts)
-    ]
+    return [[reference.random_linear(k, n, bits, codebook, generator) for k, n in shapes] for _ in range(experts)]
 
 
 def bench_ours(
-    bench: Bench, images: Images, bits: int, codebook: str, sizes: list[int], weights: list[list[list[reference.Linear]]]
+    bench: Bench,
+    images: Images,
+    bits: int,
+    codebook: str,
+    sizes: list[int],
+    weights: list[list[list[reference.Linear]]],
 ) -> dict[int, float]:
     """Decode and prefill of this package; microseconds a layer by tokens."""
     workspace = Workspace(HIDDEN, INNER, EXPERTS, TOP_K, 1024, torch.device("cuda"))
@@ -228,9 +231,7 @@ def bench_peer(
             counts = entry[3][:EXPERTS].tolist()
             plans.append([(sum(lo <= c <= hi for c in counts), lo, hi, tile) for lo, hi, tile in ranges])
 
-        def one(
-            i: int, data: Any = counts_of, s: Any = (state, inner, out), plans: Any = plans
-        ) -> torch.Tensor:
+        def one(i: int, data: Any = counts_of, s: Any = (state, inner, out), plans: Any = plans) -> torch.Tensor:
             x, _, _, counts, token, score = data[i]
             state, inner, out = s
             out.zero_()
@@ -289,7 +290,7 @@ def main() -> int:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.zeros(1, device="cuda")
-    scratch = Path("/tmp/ds41-peer")  # noqa: S108
+    scratch = Path("/tmp/ds41-peer")
     if options.build_only:
         started = time.monotonic()
         build_peer(options.peer, scratch)

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-
 from ds41_kernels import exl3
 from ds41_kernels.exl3 import Codebook
-
 
 CODEBOOKS = {"3inst": Codebook.THREE_INST, "mcg": Codebook.MCG, "mul1": Codebook.MUL1}
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from ds41_kernels import exl3
 from ds41_kernels.census import Census
 from ds41_kernels.moe import DeviceLinear, Exl3Moe, Images, Workspace, decoded_weights
+
 from tests.gpu import exl3_torch as reference
 
 HIDDEN, INNER, EXPERTS, TOP_K = 5120, 2304, 96, 6
@@ -139,7 +139,11 @@ def check_tiles(run: Run, images: Images) -> None:
             seen = int(torch.unique(reference.states(linear.trellis)).numel())
             # the numpy library, on a corner
             corner = linear.trellis[:4, :4].cpu().numpy().view("uint16")
-            tiles = torch.from_numpy(exl3.decode_tiles(corner, reference.CODEBOOKS[codebook])).permute(0, 2, 1, 3).reshape(64, 64)
+            tiles = (
+                torch.from_numpy(exl3.decode_tiles(corner, reference.CODEBOOKS[codebook]))
+                .permute(0, 2, 1, 3)
+                .reshape(64, 64)
+            )
             same = torch.equal(found.view(torch.int16), wanted.view(torch.int16))
             same_library = torch.equal(found[:64, :64].cpu().view(torch.int16), tiles.contiguous().view(torch.int16))
             run.note(f"{images.target} tiles {codebook} K{bits}", same and same_library and seen == 65536, states=seen)
@@ -317,10 +321,10 @@ def parts_of(run: Run, images: Images) -> dict[str, Callable[[], None]]:
         "image": lambda: check_image(run, images),
         "tiles": lambda: check_tiles(run, images),
         "gemv": lambda: check_gemv(run, images, [(HIDDEN, INNER)], CODEBOOKS),
-        "small": lambda: [
-            check_layer(run, images, (256, 384, 7), codebook, [] if emulated else [65]) for codebook in CODEBOOKS
-        ]
-        and None,
+        "small": lambda: (
+            [check_layer(run, images, (256, 384, 7), codebook, [] if emulated else [65]) for codebook in CODEBOOKS]
+            and None
+        ),
         "layer": lambda: check_layer(
             run, images, (HIDDEN, INNER, EXPERTS), "mul1", [17, 64, 65, 128, 1024, *([] if emulated else [3000])]
         ),

@@ -92,7 +92,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says of one kernel: registers a thread, bytes of spill stores and loads, stack and static shared memory."""
+    """What ptxas says of one kernel: registers a thread, and bytes of spills, stack and static shared memory."""
 
     registers: int
     spill_stores: int
@@ -127,7 +127,7 @@ def find_toolchain(places: Sequence[Path] | None = None) -> Toolchain:
     """The pinned wheels.
 
     Args:
-        places: directories that may hold ``nvidia/``; None takes ``DS41_NVRTC_PATH`` and the directories of ``sys.path``.
+        places: directories that may hold ``nvidia/``; None takes ``DS41_NVRTC_PATH`` and those of ``sys.path``.
 
     Raises:
         BuildError: a wheel is missing.
@@ -185,9 +185,7 @@ class _Nvrtc:
     def compile(self, source: bytes, name: str, options: Sequence[str], kind: str) -> tuple[bytes, str]:
         """(image, log); ``kind`` is CUBIN or PTX."""
         program = ctypes.c_void_p()
-        self._check(
-            self._library.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None)
-        )
+        self._check(self._library.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None))
         try:
             array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             status = self._library.nvrtcCompileProgram(program, len(options), array)
@@ -356,11 +354,17 @@ def target_for(major: int, minor: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m ds41_kernels.build sm_70 --cache DIR``: one line of JSON an image; 1 and one line when it fails."""
     parser = argparse.ArgumentParser(prog="ds41_kernels.build", description="Compile the GPU kernels with NVRTC.")
-    parser.add_argument("targets", nargs="+", help=f"some of {', '.join(TARGETS)}")
-    parser.add_argument("--cache", type=Path, required=True, help="directory of the images")
+    parser.add_argument("targets", nargs="*", help=f"some of {', '.join(TARGETS)}")
+    parser.add_argument("--cache", type=Path, default=Path("images"), help="directory of the images")
+    parser.add_argument("--pins", action="store_true", help="print the wheels that the compiler needs, and end")
     parser.add_argument("--bits", default="1,2,3,4,5,6,7,8", help="bits per weight that occur")
     parser.add_argument("--codebooks", default=",".join(CODEBOOKS), help="codebooks that occur")
     options = parser.parse_args(argv)
+    if options.pins:
+        print(*PINS)
+        return 0
+    if not options.targets:
+        parser.error("no target")
     try:
         bits = tuple(int(part) if part.isdecimal() else 0 for part in options.bits.split(","))
         variant = Variant(bits, tuple(options.codebooks.split(",")))

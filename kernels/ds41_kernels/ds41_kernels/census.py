@@ -35,5 +35,6 @@ class Census:
                     total[0] += 1
                     total[1] += calls
         return [
-            f"{route}: {kernel} in {layers} layers, {calls} calls" for (route, kernel), (layers, calls) in sorted(totals.items())
+            f"{route}: {kernel} in {layers} layers, {calls} calls"
+            for (route, kernel), (layers, calls) in sorted(totals.items())
         ]

@@ -233,7 +233,9 @@ class Exl3Moe:
             ("weights", weights, torch.float32, (tokens, w.top_k)),
         ):
             if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-                raise MoeError(f"{name}: expected contiguous {dtype} {list(shape)}, found {tensor.dtype} {list(tensor.shape)}")
+                raise MoeError(
+                    f"{name}: expected contiguous {dtype} {list(shape)}, found {tensor.dtype} {list(tensor.shape)}"
+                )
         if out is None:
             out = torch.empty(tokens, w.hidden, dtype=torch.float32, device=x.device)
         stream = torch.cuda.current_stream(x.device).cuda_stream
@@ -342,13 +344,9 @@ class Exl3Moe:
         self._product(self._prefill_multiply, STAGE_THREADS, columns, groups, stream, gate_up=False)
         self._sum(ids, weights, out, tokens, stream)
 
-    def _product(
-        self, kernel: Kernel, threads: int, columns: int, groups: int, stream: int, *, gate_up: bool
-    ) -> None:
+    def _product(self, kernel: Kernel, threads: int, columns: int, groups: int, stream: int, *, gate_up: bool) -> None:
         w = self._workspace
-        acts, infos, sums = (
-            (w.acts_in, w.infos_in, w.sums_in) if gate_up else (w.acts_out, w.infos_out, w.sums_out)
-        )
+        acts, infos, sums = (w.acts_in, w.infos_in, w.sums_in) if gate_up else (w.acts_out, w.infos_out, w.sums_out)
         inputs, outputs = (w.hidden, w.inner) if gate_up else (w.inner, w.hidden)
         projections = 2 if gate_up else 1
         job = _Product(
@@ -364,9 +362,7 @@ class Exl3Moe:
         )
         kernel.launch((-(-outputs // columns), groups, projections), threads, stream, (job,))
 
-    def _sum(
-        self, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, tokens: int, stream: int
-    ) -> None:
+    def _sum(self, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, tokens: int, stream: int) -> None:
         w = self._workspace
         warps = tokens * (w.hidden // HADAMARD)
         pointer, number = ctypes.c_void_p, ctypes.c_int

@@ -1,6 +1,6 @@
 """What the hot loops of a cubin are made of, read from nvdisasm's listing.
 
-Standard library only. sm_70 needs a disassembler of CUDA 12: the Triton 3.3 wheel carries one (12.8), later ones refuse.
+Standard library only. sm_70 needs a disassembler of CUDA 12, as the Triton 3.3 wheel carries it; later ones refuse.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ def inner_slice(inner: int, ranks: int, rank: int, layer: int) -> tuple[int, int
     """
     blocks = inner // HADAMARD
     if inner % HADAMARD or blocks < ranks or not 0 <= rank < ranks:
-        raise ValueError(f"expert slices: expected {ranks} ranks with a block of {HADAMARD} each, found {inner} channels")
+        raise ValueError(
+            f"expert slices: expected {ranks} ranks with a block of {HADAMARD} each, found {inner} channels"
+        )
     piece = (rank + layer) % ranks
     small, larger = divmod(blocks, ranks)
     begin = piece * small + min(piece, larger)
