@@ -88,7 +88,9 @@ def _close(name: str, found: torch.Tensor, wanted: np.ndarray[Any, np.dtype[np.f
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line above."""
     parser = argparse.ArgumentParser(prog="ds41_kernels.selfcheck")
-    parser.add_argument("--cache", type=Path, required=True, help="directory of the images")
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--cache", type=Path, help="directory of images, to which a missing one is added")
+    place.add_argument("--images", type=Path, help="directory of images built elsewhere; no compiler is needed")
     parser.add_argument("--bits", default="1,2,3,4,5,6,7,8", help="bits per weight that occur in the pack")
     parser.add_argument("--codebooks", default=",".join(CODEBOOKS), help="codebooks that occur in the pack")
     parser.add_argument("--target", default="", help="image to check; the card's own when not given")
@@ -99,7 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         variant = Variant(bits, tuple(options.codebooks.split(",")))
         target = options.target or target_for(*compute_capability())
         torch.zeros(1, device="cuda")
-        images = Images.load([image.path for image in build(target, options.cache, variant)], target)
+        if options.images is not None:
+            paths = [path for path in options.images.glob(f"*-{target}-*") if path.suffix != ".json"]
+        else:
+            paths = [image.path for image in build(target, options.cache, variant)]
+        images = Images.load(paths, target)
         for check in check_images(images, variant.bits, variant.codebooks):
             print(json.dumps({"check": check.name, "ok": check.ok, "found": check.found, "target": target}), flush=True)
             failed += not check.ok
