@@ -58,7 +58,7 @@ class Limit:
 # multiprocessor (65,536 registers); 48 KB is the static limit of shared memory.
 LIMITS = {
     "exl3_decode_multiply2_": Limit(112, 0, 4 << 10),
-    "exl3_decode_multiply4_": Limit(80, 0, 48 << 10),
+    "exl3_decode_multiply4_": Limit(64, 0, 48 << 10),
     "exl3_decode_multiply8_": Limit(128, 0, 48 << 10),
     "exl3_prefill_multiply_": Limit(128, 0, 48 << 10),
     "exl3_": Limit(128, 0, 8 << 10),

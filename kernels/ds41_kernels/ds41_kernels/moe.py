@@ -22,7 +22,9 @@ MAX_WIDTH = 8192
 MAX_EXPERTS = 512
 MAX_DECODE_TOKENS = 64
 PREFILL_ROWS = 64
-STAGE_THREADS = 256
+STAGE_THREADS = 512
+FINISH_THREADS = 64
+PREFILL_THREADS = 256
 ROUTE_THREADS = 1024
 
 
@@ -64,7 +66,7 @@ class Geometry:
 
 
 VOLTA = Geometry(128, 32, (2,), MAX_DECODE_TOKENS, 128)
-AMPERE = Geometry(256, 64, (4, 8), 16, 256)
+AMPERE = Geometry(256, 64, (4, 8), 32, 256)
 
 
 @dataclass(frozen=True)
@@ -328,7 +330,7 @@ class Exl3Moe:
             ),
         )
         columns = geometry.prefill_columns
-        self._product(self._prefill_multiply, STAGE_THREADS, columns, groups, stream, gate_up=True)
+        self._product(self._prefill_multiply, PREFILL_THREADS, columns, groups, stream, gate_up=True)
         self._prefill_middle.launch(
             (slots, 1, 1),
             STAGE_THREADS,
@@ -343,7 +345,7 @@ class Exl3Moe:
                 pointer(w.acts_out.data_ptr()),
             ),
         )
-        self._product(self._prefill_multiply, STAGE_THREADS, columns, groups, stream, gate_up=False)
+        self._product(self._prefill_multiply, PREFILL_THREADS, columns, groups, stream, gate_up=False)
         self._sum(ids, weights, out, tokens, stream)
 
     def _product(self, kernel: Kernel, threads: int, columns: int, groups: int, stream: int, *, gate_up: bool) -> None:
@@ -369,8 +371,8 @@ class Exl3Moe:
         warps = tokens * (w.hidden // HADAMARD)
         pointer, number = ctypes.c_void_p, ctypes.c_int
         self._finish.launch(
-            (-(-warps * 32 // STAGE_THREADS), 1, 1),
-            STAGE_THREADS,
+            (-(-warps * 32 // FINISH_THREADS), 1, 1),
+            FINISH_THREADS,
             stream,
             (
                 pointer(w.sums_out.data_ptr()),

@@ -30,10 +30,17 @@ struct Ring {
     static constexpr int kStages = K <= 5 ? 3 : 2;
     static constexpr int kWords = kStages * kStageWords;
 };
-constexpr int kRingWords = Ring<5, 8>::kWords;
-constexpr int kSharedWords = kWarps * kRingWords;
-static_assert(Ring<8, 8>::kWords <= kRingWords, "K = 5 has the largest ring");
-static_assert(kSharedWords * 4 <= 48 * 1024, "static shared memory");
+// words of the largest ring among the rates that are built, and at least the room for the sums at the end
+template <int ROWS>
+constexpr int ring_words() {
+    int most = 4 * kTiles * kWarp;
+#define DS41_CASE(K) \
+    if (((DS41_K_MASK >> K) & 1) && Ring<K, ROWS>::kWords > most) most = Ring<K, ROWS>::kWords;
+    DS41_EACH_K(DS41_CASE)
+#undef DS41_CASE
+    return most;
+}
+static_assert(kWarps * Ring<5, 8>::kWords * 4 <= 48 * 1024 && kWarps * Ring<8, 8>::kWords * 4 <= 48 * 1024, "static shared");
 
 DEVICE void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile(
@@ -52,7 +59,7 @@ struct SumOf<kMul1> {
 
 // One 64-column strip of one group of up to ROWS (4 or 8) rows, for K bits.
 template <int K, int CB, int ROWS>
-DEVICE void strip(const Product& job, const Linear& linear, const Group& group, int projection, u32* shared) {
+DEVICE void strip(const Product& job, const Linear& linear, const Group& group, int my_slot, int projection, u32* shared) {
     constexpr bool kBytes = CB == kMul1;
     constexpr int SETS = kBytes ? ROWS / 4 : 1;  // MMAs a weight fragment
     using Stage = Ring<K, ROWS>;
@@ -62,13 +69,19 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
     const int pairs = k_tiles / 2, share = (pairs + kWarps - 1) / kWarps;
     const int begin = min(pairs, warp * share), steps = min(pairs, begin + share) - begin;
     const LaneWindows<K> windows(lane);
-    u32* ring = shared + warp * kRingWords;
+    u32* ring = shared + warp * ring_words<ROWS>();
 
     // each lane copies the same 16-byte chunks of every stage; the pointers move on by a constant
     constexpr int kChunks = 2 * Stage::kTileChunks, kPerLane = (kChunks + kWarp - 1) / kWarp;
     const unsigned char* from[kPerLane];
     u32 stride[kPerLane];
     const u32 row_bytes = n_tiles * 32 * K;
+    int slots[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        const int chunk = (i * kWarp + lane) % Stage::kTileChunks;
+        slots[i] = __shfl_sync(0xffffffffu, my_slot, max(chunk - Stage::kWeightWords / 4, 0) / 2);
+    }
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
         const int chunk = (i * kWarp + lane) % Stage::kTileChunks, k_tile = 2 * begin + (i * kWarp + lane) / Stage::kTileChunks;
@@ -78,8 +91,7 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
                       (size_t)blockIdx.x * kTiles * 32 * K + chunk * 16;
         } else {
             const int in_acts = chunk - Stage::kWeightWords / 4;
-            const int row = min(in_acts / 2, group.count - 1);  // rows beyond the group repeat its last one
-            const int slot = job.work.sorted_slots[group.first + row];
+            const int slot = slots[i];  // rows beyond the group repeat its last one
             stride[i] = 64;
             from[i] = job.acts + ((size_t)slot * job.projections + projection) * job.k * 2 + k_tile * 32 + (in_acts % 2) * 16;
         }
@@ -199,22 +211,23 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
 
 template <int CB, int ROWS>
 DEVICE void multiply(const Product& job) {
-    __shared__ __align__(16) u32 shared[kSharedWords];
-    if (blockIdx.y >= *job.work.groups_used) return;
-    const Group group = job.work.groups[blockIdx.y];
+    __shared__ __align__(16) u32 shared[kWarps * ring_words<ROWS>()];
+    Group group;
+    if (!take_group(job.work, group)) return;
+    const int my_slot = job.work.sorted_slots[group.first + min((int)threadIdx.x % ROWS, group.count - 1)];
     const int projection = blockIdx.z;
     const Linear linear = job.linears[group.expert * 3 + job.first_projection + projection];
     switch (linear.bits) {
 #define DS41_CASE(K)                                                      \
     case K:                                                               \
         if constexpr ((DS41_K_MASK >> K) & 1)                             \
-            strip<K, CB, ROWS>(job, linear, group, projection, shared);   \
+            strip<K, CB, ROWS>(job, linear, group, my_slot, projection, shared); \
         break;
         DS41_EACH_K(DS41_CASE)
 #undef DS41_CASE
     }
 }
-#define DS41_BOUNDS(ROWS) __launch_bounds__(kThreads, ROWS == 4 ? 3 : 2)
+#define DS41_BOUNDS(ROWS) __launch_bounds__(kThreads, ROWS == 4 ? 4 : 2)
 template <int CB>
 constexpr int kFormat = CB == kMul1 ? kFixedPlanes : kHalfQuads;
 
@@ -334,8 +347,8 @@ DEVICE void multiply(const Product& job) {
     static_assert(ROWS == kGroupRows, "the rows of one MMA");
     __shared__ float shared[kWarps * kGroupRows * kStripColumns];
     static_assert(kThreads >= kGroupRows * kStripColumns, "at most one result a thread");
-    if (blockIdx.y >= *job.work.groups_used) return;
-    const Group group = job.work.groups[blockIdx.y];
+    Group group;
+    if (!take_group(job.work, group)) return;
     const int projection = blockIdx.z;
     const Linear linear = job.linears[group.expert * 3 + job.first_projection + projection];
     switch (linear.bits) {
@@ -417,7 +430,7 @@ DS41_DECODE_KERNELS(mcg, kMcg)
 DS41_DECODE_KERNELS(mul1, kMul1)
 #endif
 
-extern "C" __global__ void __launch_bounds__(kStageThreads)
+extern "C" __global__ void __launch_bounds__(kFinishThreads)
     exl3_finish(const float* sums, const int* ids, const float* weights, const Linear* linears, int tokens, int top_k,
                 int experts, int hidden, float scale, float* out) {
     finish(sums, ids, weights, linears, tokens, top_k, experts, hidden, scale, out);

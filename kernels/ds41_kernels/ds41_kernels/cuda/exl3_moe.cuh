@@ -20,6 +20,14 @@ struct Product {
     int first_projection, projections, k, n;
 };
 
+// The group of this CTA (blockIdx.y); false when the grid is larger than the work. Both loads are under way together.
+DEVICE bool take_group(const WorkList& work, Group& group) {
+    const int used = *work.groups_used;
+    const int4 entry = *reinterpret_cast<const int4*>(work.groups + blockIdx.y);
+    group.expert = entry.x, group.first = entry.y, group.count = entry.z, group.reserved = 0;
+    return blockIdx.y < used;
+}
+
 #if __CUDA_ARCH__ >= 800
 DEVICE void copy16(u32 to, const void* from) {  // to: address in the shared window
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");

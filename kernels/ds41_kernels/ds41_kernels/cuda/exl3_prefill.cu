@@ -77,39 +77,51 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
         if (i < steps) fetch(i);
         copies_done();
     }
-    int reading = 0, writing = kStages - 1;
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-        wait_copies<kStages - 2>();
-        __syncthreads();
-        if (step + kStages - 1 < steps) fetch(writing);
-        copies_done();
-        writing = (writing + 1) % kStages;
-        const u32* stage = shared + reading * S::kWords;
-        const u32 stage_address = base + reading * S::kWords * 4;
-        reading = (reading + 1) % kStages;
+    const u32* lane_low = shared + kRowWords + warp * kTiles * LaneWindows<K>::kWords + windows.low[0];
+    const u32* lane_high = lane_low - windows.low[0] + windows.high[0];
+    // row * 4 + (chunk ^ (row >> 1 & 3)) in units of 16 bytes; rows of further row tiles only add a constant
+    u32 a_from[2];
+#pragma unroll
+    for (int kk = 0; kk < 2; ++kk) a_from[kk] = base + (a_row * 4 + ((kk * 2 + a_half) ^ (a_row >> 1 & 3))) * 16;
+    auto use = [&](int stage) {
 #pragma unroll
         for (int kk = 0; kk < 2; ++kk) {
             u32 w[kTiles][4];
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
-                const u32* tile = stage + kRowWords + (kk * kStripTiles + warp * kTiles + t) * LaneWindows<K>::kWords;
+                const int at = stage * S::kWords + (kk * kStripTiles + t) * LaneWindows<K>::kWords;
                 u32 low[LaneWindows<K>::kPairs], high[LaneWindows<K>::kPairs];
+                low[0] = lane_low[at], high[0] = lane_high[at];
 #pragma unroll
-                for (int i = 0; i < LaneWindows<K>::kPairs; ++i) low[i] = tile[windows.low[i]], high[i] = tile[windows.high[i]];
+                for (int i = 1; i < LaneWindows<K>::kPairs; ++i) {
+                    low[i] = lane_low[at - windows.low[0] + windows.low[i]];
+                    high[i] = lane_low[at - windows.low[0] + windows.high[i]];
+                }
                 lane_weights<K, CB>(windows, low, high, w[t]);
             }
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m) {
                 u32 a[4];
-                const int row = m * 16 + a_row, chunk = kk * 2 + a_half;
-                load_rows(a, stage_address + (row * 4 + (chunk ^ (row >> 1 & 3))) * 16);
+                load_rows(a, a_from[kk] + (stage * S::kWords + m * 256) * 4);
 #pragma unroll
                 for (int t = 0; t < kTiles; ++t) {
                     mma(sums[m][2 * t], a[0], a[1], a[2], a[3], w[t][0], w[t][1]);
                     mma(sums[m][2 * t + 1], a[0], a[1], a[2], a[3], w[t][2], w[t][3]);
                 }
             }
+        }
+    };
+    // k is a multiple of 128, so steps is one of kStages. Stages are constants of the code where that leaves registers.
+    constexpr int kUnroll = LaneWindows<K>::kPairs == 1 ? kStages : 1;
+#pragma unroll 1
+    for (int step = 0; step < steps; step += kStages) {
+#pragma unroll kUnroll
+        for (int u = 0; u < kStages; ++u) {
+            wait_copies<kStages - 2>();
+            __syncthreads();
+            if (step + u + kStages - 1 < steps) fetch((u + kStages - 1) % kStages);
+            copies_done();
+            use(u);
         }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -236,8 +248,8 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
 template <int CB>
 DEVICE void multiply(const Product& job) {
     DS41_SHARED;
-    if (blockIdx.y >= *job.work.groups_used) return;
-    const Group group = job.work.groups[blockIdx.y];
+    Group group;
+    if (!take_group(job.work, group)) return;
     const int projection = blockIdx.z;
     const Linear linear = job.linears[group.expert * 3 + job.first_projection + projection];
     switch (linear.bits) {

@@ -3,9 +3,11 @@
 #pragma once
 #include "exl3_format.cuh"
 
-constexpr int kStageThreads = 256;
+constexpr int kStageThreads = 512;
 constexpr int kStageWarps = kStageThreads / kWarp;
-constexpr int kMaxBlocks = 8;  // 128-wide blocks of one row held by one warp: rows up to 8 * 8 * 128 = 8192 values
+constexpr int kMaxBlocks = 4;  // 128-wide blocks of one row held by one warp: rows up to 4 * 16 * 128 = 8192 values
+constexpr int kFinishThreads = 64;
+constexpr int kSlotsAtOnce = 8;
 
 // Rows of one expert that are worked on together. `first` counts in the sorted slots.
 struct Group {
@@ -224,16 +226,20 @@ DEVICE void middle(const float* __restrict__ sums, const int* __restrict__ ids, 
             const float4 g4 = *reinterpret_cast<const float4*>(sums + (size_t)slot * 2 * inter + at);
             const float4 u4 = *reinterpret_cast<const float4*>(sums + ((size_t)slot * 2 + 1) * inter + at);
             float gate[4] = {g4.x, g4.y, g4.z, g4.w}, up[4] = {u4.x, u4.y, u4.z, u4.w};
+            half scale_gate[4], scale_up[4], scale_down[4];
+            *reinterpret_cast<uint2*>(scale_gate) = __ldg(reinterpret_cast<const uint2*>(svh_gate + at));
+            *reinterpret_cast<uint2*>(scale_up) = __ldg(reinterpret_cast<const uint2*>(svh_up + at));
+            *reinterpret_cast<uint2*>(scale_down) = __ldg(reinterpret_cast<const uint2*>(suh + at));
             hadamard128(gate, lane);
             hadamard128(up, lane);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                float g = gate[j] * __half2float(svh_gate[at + j]), u = up[j] * __half2float(svh_up[at + j]);
+                float g = gate[j] * __half2float(scale_gate[j]), u = up[j] * __half2float(scale_up[j]);
                 // comparisons that keep NaN
                 g = g > limit ? limit : g;
                 u = u > limit ? limit : (u < -limit ? -limit : u);
                 const half h = __float2half_rn(g / (1.f + __expf(-g)) * u);
-                rows[b][j] = __half2float(__hmul(h, suh[at + j]));
+                rows[b][j] = __half2float(__hmul(h, scale_down[j]));
             }
             hadamard128(rows[b], lane);
             for (int j = 0; j < 4; ++j) rows[b][j] = __half2float(__float2half_rn(rows[b][j]));
@@ -243,6 +249,7 @@ DEVICE void middle(const float* __restrict__ sums, const int* __restrict__ ids, 
 }
 
 // Warp (token, 128-wide block): out = scale * sum over the token's slots, in slot order, of weight * had(sum) * svh.
+// Loads of up to eight slots are under way together; slots of other ranks add nothing.
 DEVICE void finish(const float* __restrict__ sums, const int* __restrict__ ids, const float* __restrict__ weights,
                    const Linear* __restrict__ linears, int tokens, int top_k, int experts, int hidden, float scale,
                    float* __restrict__ out) {
@@ -251,16 +258,40 @@ DEVICE void finish(const float* __restrict__ sums, const int* __restrict__ ids, 
     if (item >= tokens * blocks) return;
     const int token = item / blocks, at = (item % blocks) * 128 + 4 * lane;
     float total[4] = {0.f, 0.f, 0.f, 0.f};
-    for (int j = 0; j < top_k; ++j) {
-        const int slot = token * top_k + j, expert = __ldg(ids + slot);
-        if (expert < 0 || expert >= experts) continue;
-        const float4 sum = *reinterpret_cast<const float4*>(sums + (size_t)slot * hidden + at);
-        float y[4] = {sum.x, sum.y, sum.z, sum.w};
-        hadamard128(y, lane);
-        const half* svh = linears[expert * 3 + 2].svh;
-        const float weight = __ldg(weights + slot);
+    for (int begin = 0; begin < top_k; begin += kSlotsAtOnce) {
+        const int mine = begin + lane, slot = token * top_k + mine;
+        int expert = lane < kSlotsAtOnce && mine < top_k ? __ldg(ids + slot) : -1;
+        if (expert >= experts) expert = -1;
+        const float my_weight = expert >= 0 ? __ldg(weights + slot) : 0.f;
+        const u64 my_svh = expert >= 0 ? reinterpret_cast<u64>(linears[expert * 3 + 2].svh) : 0;
+        float4 sum[kSlotsAtOnce];
+        uint2 svh[kSlotsAtOnce];
+        float weight[kSlotsAtOnce];
+        bool here[kSlotsAtOnce];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) total[i] = fmaf(weight, y[i] * __half2float(svh[at + i]), total[i]);
+        for (int j = 0; j < kSlotsAtOnce; ++j) {
+            const half* from = reinterpret_cast<const half*>(__shfl_sync(0xffffffffu, my_svh, j));
+            weight[j] = __shfl_sync(0xffffffffu, my_weight, j);
+            here[j] = from != nullptr;
+            sum[j] = make_float4(0.f, 0.f, 0.f, 0.f), svh[j] = make_uint2(0, 0);
+            if (here[j]) {
+                sum[j] = *reinterpret_cast<const float4*>(sums + (size_t)(token * top_k + begin + j) * hidden + at);
+                svh[j] = __ldg(reinterpret_cast<const uint2*>(from + at));
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kSlotsAtOnce; ++j) {
+            if (here[j]) {  // the same for all lanes
+                float y[4] = {sum[j].x, sum[j].y, sum[j].z, sum[j].w};
+                hadamard128(y, lane);
+                const half2 low = *reinterpret_cast<const half2*>(&svh[j].x);
+                const half2 high = *reinterpret_cast<const half2*>(&svh[j].y);
+                total[0] = fmaf(weight[j], y[0] * __low2float(low), total[0]);
+                total[1] = fmaf(weight[j], y[1] * __high2float(low), total[1]);
+                total[2] = fmaf(weight[j], y[2] * __low2float(high), total[2]);
+                total[3] = fmaf(weight[j], y[3] * __high2float(high), total[3]);
+            }
+        }
     }
     *reinterpret_cast<float4*>(out + (size_t)token * hidden + at) =
         make_float4(scale * total[0], scale * total[1], scale * total[2], scale * total[3]);
