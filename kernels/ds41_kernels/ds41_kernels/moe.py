@@ -79,7 +79,7 @@ class Images:
 
     @classmethod
     def load(cls, paths: Sequence[Path], target: str) -> Images:
-        """From the files :func:`build.build` made for one target. Raises DriverError, or MoeError when one is missing."""
+        """From the files :func:`build.build` made for one target. Raises DriverError, MoeError when one is missing."""
         by_source = {path.name.split("-", 1)[0]: path for path in paths}
         if not {"exl3_decode", "exl3_prefill"} <= set(by_source):
             raise MoeError(f"images for {target}: expected exl3_decode and exl3_prefill, found {sorted(by_source)}")
