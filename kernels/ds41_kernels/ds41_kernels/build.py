@@ -61,6 +61,8 @@ LIMITS = {
     "exl3_decode_multiply4_": Limit(64, 0, 48 << 10),
     "exl3_decode_multiply8_": Limit(128, 0, 48 << 10),
     "exl3_prefill_multiply_": Limit(128, 0, 48 << 10),
+    "exl3_decode_prepare_": Limit(64, 0, 24 << 10),
+    "exl3_route": Limit(64, 0, 40 << 10),
     "exl3_": Limit(128, 0, 8 << 10),
 }
 

@@ -4,7 +4,7 @@
 #include "exl3_moe.cuh"
 
 #ifndef DS41_LEFT
-#define DS41_LEFT 3
+#define DS41_LEFT 5
 #endif
 #if __CUDA_ARCH__ >= 800
 // ------------------------------------------------------------------------------------------------ sm_80 and later
@@ -32,7 +32,7 @@ struct Ring {
 };
 // words of the largest ring among the rates that are built, and at least the room for the sums at the end
 template <int ROWS>
-constexpr int ring_words() {
+__host__ __device__ constexpr int ring_words() {
     int most = 4 * kTiles * kWarp;
 #define DS41_CASE(K) \
     if (((DS41_K_MASK >> K) & 1) && Ring<K, ROWS>::kWords > most) most = Ring<K, ROWS>::kWords;
@@ -406,7 +406,8 @@ DEVICE void all_weights(const u32* trellis, int bits, int k, int n, half* out) {
         exl3_decode_prepare_##NAME(const half* x, const int* ids, const Linear* linears, int slots, int top_k,         \
                                    int experts, int hidden, int group_rows, unsigned char* acts, RowScale* infos,      \
                                    WorkList work) {                                                                    \
-        __shared__ int counts[512], starts[512];                                                                       \
+        __shared__ u16 counts[kStageWarps * kMaxExperts];                                                              \
+        __shared__ int starts[kMaxExperts];                                                                            \
         prepare<kFormat<CB>>(x, ids, linears, slots, top_k, experts, hidden, group_rows, acts, infos, work, counts,    \
                              starts);                                                                                  \
     }                                                                                                                  \

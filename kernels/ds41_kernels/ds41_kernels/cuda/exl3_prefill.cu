@@ -269,9 +269,11 @@ DEVICE void multiply(const Product& job) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+constexpr int kRouteThreads = 1024;
+extern "C" __global__ void __launch_bounds__(kRouteThreads)
     exl3_route(const int* ids, int slots, int experts, int group_rows, WorkList work) {
-    __shared__ int counts[1024], starts[512];
+    __shared__ u16 counts[kRouteThreads / kWarp * kMaxExperts];
+    __shared__ int starts[kMaxExperts];
     build_work_list(ids, slots, experts, group_rows, work, counts, starts);
 }
 

@@ -33,40 +33,53 @@ struct RowScale {
 
 constexpr float kFixedLimit = 32512.f;  // 127 * 256: both planes stay within a signed byte
 
-// Builds the work list with one CTA. `counts` is shared memory for max(blockDim.x, experts) numbers, `starts` for
-// experts + 1 of them. Slots whose expert is not in 0..experts-1 belong to another rank and are left out.
+constexpr int kMaxExperts = 512;
+
+// Builds the work list with one CTA: a stable counting sort, every warp with its own stretch of slots. Shared memory:
+// `counts` for warps * experts numbers, `starts` for the experts. Slots whose expert is not in 0..experts-1 belong to
+// another rank and are left out.
 DEVICE void build_work_list(const int* __restrict__ ids, int slots, int experts, int group_rows, const WorkList& work,
-                            int* counts, int* starts) {
-    const int chunks = max(1, (int)blockDim.x / experts);
-    const int length = (slots + chunks - 1) / chunks;
-    for (int i = threadIdx.x; i < chunks * experts; i += blockDim.x) {
-        const int expert = i % experts, begin = (i / experts) * length, end = min(slots, begin + length);
-        int found = 0;
-#pragma unroll 8
-        for (int slot = begin; slot < end; ++slot) found += __ldg(ids + slot) == expert;
-        counts[i] = found;
+                            u16* counts, int* starts) {
+    const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+    const int stretch = ((slots + warps - 1) / warps + kWarp - 1) / kWarp * kWarp;
+    const int begin = warp * stretch, end = min(slots, begin + stretch);
+    u16* own = counts + warp * experts;
+    for (int i = threadIdx.x; i < warps * experts; i += blockDim.x) counts[i] = 0;
+    __syncthreads();
+    for (int base = begin; base < end; base += kWarp) {
+        const int slot = base + lane;
+        int expert = slot < end ? __ldg(ids + slot) : -1;
+        if (expert >= experts) expert = -1;
+        const u32 same = __match_any_sync(0xffffffffu, expert);
+        if (expert >= 0 && lane == __ffs(same) - 1) own[expert] += __popc(same);
+        __syncwarp();
     }
     __syncthreads();
-    if (threadIdx.x < kWarp) {
-        const int lane = threadIdx.x;
+    for (int expert = threadIdx.x; expert < experts; expert += blockDim.x) {
+        int rows = 0;
+        for (int w = 0; w < warps; ++w) {
+            const int found = counts[w * experts + expert];
+            counts[w * experts + expert] = (u16)rows;
+            rows += found;
+        }
+        starts[expert] = rows;
+    }
+    __syncthreads();
+    if (warp == 0) {
         int rows_before = 0, groups_before = 0;
         for (int base = 0; base < experts; base += kWarp) {
-            const int expert = base + lane;
-            int rows = 0;
-            if (expert < experts)
-                for (int c = 0; c < chunks; ++c) rows += counts[c * experts + expert];
+            const int expert = base + lane, rows = expert < experts ? starts[expert] : 0;
             const int groups = (rows + group_rows - 1) / group_rows;
             int rows_to = rows, groups_to = groups;
             for (int step = 1; step < kWarp; step <<= 1) {
                 const int r = __shfl_up_sync(0xffffffffu, rows_to, step), g = __shfl_up_sync(0xffffffffu, groups_to, step);
                 if (lane >= step) rows_to += r, groups_to += g;
             }
-            if (expert < experts) {
-                starts[expert] = rows_before + rows_to - rows;
-                for (int g = 0; g < groups; ++g) {
-                    Group group = {expert, starts[expert] + g * group_rows, min(group_rows, rows - g * group_rows), 0};
-                    work.groups[groups_before + groups_to - groups + g] = group;
-                }
+            const int first = rows_before + rows_to - rows;
+            if (expert < experts) starts[expert] = first;
+            for (int g = 0; g < groups; ++g) {
+                const Group group = {expert, first + g * group_rows, min(group_rows, rows - g * group_rows), 0};
+                work.groups[groups_before + groups_to - groups + g] = group;
             }
             rows_before += __shfl_sync(0xffffffffu, rows_to, kWarp - 1);
             groups_before += __shfl_sync(0xffffffffu, groups_to, kWarp - 1);
@@ -74,14 +87,16 @@ DEVICE void build_work_list(const int* __restrict__ ids, int slots, int experts,
         if (lane == 0) *work.groups_used = groups_before;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < chunks * experts; i += blockDim.x) {
-        const int chunk = i / experts, expert = i % experts;
-        const int begin = chunk * length, end = min(slots, begin + length);
-        int at = starts[expert];
-        for (int c = 0; c < chunk; ++c) at += counts[c * experts + expert];
-        if (counts[i] == 0) continue;
-        for (int slot = begin; slot < end; ++slot)
-            if (__ldg(ids + slot) == expert) work.sorted_slots[at++] = slot;
+    for (int base = begin; base < end; base += kWarp) {
+        const int slot = base + lane;
+        int expert = slot < end ? __ldg(ids + slot) : -1;
+        if (expert >= experts) expert = -1;
+        const u32 same = __match_any_sync(0xffffffffu, expert);
+        if (expert >= 0)
+            work.sorted_slots[starts[expert] + own[expert] + __popc(same & ((1u << lane) - 1))] = slot;
+        __syncwarp();
+        if (expert >= 0 && lane == __ffs(same) - 1) own[expert] += __popc(same);
+        __syncwarp();
     }
 }
 
@@ -191,7 +206,7 @@ DEVICE void rotate_row(const half* __restrict__ x, const half* __restrict__ suh,
 template <int FORMAT>
 DEVICE void prepare(const half* __restrict__ x, const int* __restrict__ ids, const Linear* __restrict__ linears,
                     int slots, int top_k, int experts, int hidden, int group_rows, unsigned char* acts, RowScale* infos,
-                    const WorkList& work, int* counts, int* starts) {
+                    const WorkList& work, u16* counts, int* starts) {
     if (blockIdx.x == 2 * slots) {
         build_work_list(ids, slots, experts, group_rows, work, counts, starts);
         return;
