@@ -30,6 +30,7 @@ SUITES = ("structured", "code", "prose")
 PARTS = ("decode", "prefill", "during-prefill")
 LENGTH_ROOM = 1.03  # texts are made a little longer than wanted, since a token's length varies with the words
 LENGTH_MIN = 0.97  # of the prompt length asked for, in tokens the server counted
+SHORT_MAX = 2  # texts too short for their point that are measured again
 CLIENT_SHARE_MAX = 0.5  # of a core; above it the client may be what is measured
 SWAP_PAGES_MAX = 256  # swapped while a point was measured (1 MiB of 4 KiB pages)
 THROTTLE_BAD = 0x8 | 0x20 | 0x40 | 0x80  # HW slowdown, SW and HW thermal, HW power brake (nvml.h)
@@ -134,7 +135,8 @@ class _Bench:
 
     async def _warm_up(self) -> None:
         """Two discarded requests: what a first request costs, and how long a token of our texts is."""
-        text = self._prompts.filler(256)
+        # long enough that the chat template's own tokens do not count
+        text = self._prompts.filler(min(1024, self._profile.serve.max_model_len // 4))
         reading = await self._ask(text, 8)
         self._prompts.learn(text, reading.answer.prompt_tokens or 0)
         await self._ask(self._prompts.code(), 32)
@@ -209,19 +211,28 @@ class _Bench:
         return Row(name, _rounded(total), "tok/s", detail), readings
 
     async def _prefill(self, tokens: int) -> tuple[Row, list[Reading]]:
-        name, rates, waits, lengths, readings = f"prefill.{tokens}", [], [], [], []
+        name, short = f"prefill.{tokens}", 0
+        rates: list[float] = []
+        waits: list[float] = []
+        lengths: list[int] = []
+        readings: list[Reading] = []
         marks: list[str] = []
-        for _ in range(self._profile.bench.prefill_runs):
+        while len(rates) < self._profile.bench.prefill_runs:
             before = await self._metrics()
-            reading = await self._ask(self._prompts.filler(round(LENGTH_ROOM * tokens)), 1)
+            text = self._prompts.filler(round(LENGTH_ROOM * tokens))
+            reading = await self._ask(text, 1)
             after = await self._metrics()
             readings.append(reading)
             counted = reading.answer.prompt_tokens
             if counted is None or reading.ttft_s is None:
                 return Row(name, None, "tok/s", note="the server sent no usage or no token"), readings
-            marks += cold(reading, before, after)
+            self._prompts.learn(text, counted)
             if counted < LENGTH_MIN * tokens:
+                short += 1
+                if short <= SHORT_MAX:
+                    continue  # it taught how long a token is; the next text is longer
                 marks.append(f"prompt of {counted} tokens, {tokens} wanted")
+            marks += cold(reading, before, after)
             rates.append(counted / reading.ttft_s)
             waits.append(reading.ttft_s)
             lengths.append(counted)

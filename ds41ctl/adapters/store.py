@@ -300,6 +300,21 @@ def mapped_by(folder: Path) -> list[int]:
     return mapping(data_dir(folder, tree), folder)
 
 
+def file_users(folder: Path) -> dict[str, set[int]]:
+    """Name of each record file that the manifest lists -> pids of processes that map it, as :func:`mapped_by`."""
+    tree = manifest(folder)
+    where = data_dir(folder, tree).resolve()
+    names = {f" {where / part['file']}": part["file"] for item in tree["layers"] for part in item["parts"]}
+    users: dict[str, set[int]] = {name: set() for name in names.values()}
+    for pid in proc.pids():
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                for path, name in names.items():
+                    if line.endswith(path):
+                        users[name].add(pid)
+    return users
+
+
 def mapping(*folders: Path) -> list[int]:
     """Pids of processes that map a file below one of the folders."""
     prefixes = [str(folder.resolve()) + "/" for folder in folders]

@@ -101,6 +101,20 @@ def test_prefill_is_a_median_over_distinct_texts_and_what_does_not_fit_is_left_o
     assert row.value is not None and 5000 < row.value < 10_500 and row.marks == () and row.detail["runs"] == 3
 
 
+def test_a_text_that_came_out_too_short_teaches_the_length_and_is_measured_again() -> None:
+    asked: list[int] = []
+
+    def longer_tokens(say: Say, request: Request) -> Say:  # 6 characters a token after the texts that warm up
+        size = len(str(request.body["messages"][-1]["content"]))
+        asked.append(size)
+        return bench_say(say, size // (4 if len(asked) <= 2 else 6))
+
+    row = measure(("prefill",), quirk=longer_tokens, prefill_runs=2)["prefill.500"]
+    assert len(asked) == 2 + 1 + 2 and row.detail["runs"] == 2
+    assert 485 <= (row.detail["prompt_tokens"] or 0) <= 550
+    assert not any("wanted" in mark for mark in row.marks)
+
+
 @pytest.mark.parametrize(
     ("parts", "quirk", "intent", "mark"),
     [
