@@ -372,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         variant = Variant(bits, tuple(options.codebooks.split(",")))
         for target in options.targets:
             for image in build(target, options.cache, variant):
-                record = {"path": str(image.path), "source": image.source, "target": image.target}
+                record: dict[str, Any] = {"path": str(image.path), "source": image.source, "target": image.target}
                 record |= {"kernels": len(image.kernels), "seconds": image.seconds, "cached": image.cached}
                 print(json.dumps(record), flush=True)
     except BuildError as error:

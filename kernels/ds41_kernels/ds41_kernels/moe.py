@@ -102,7 +102,7 @@ class DeviceLinear:
     @property
     def bits(self) -> int:
         """K, by the trellis' shape."""
-        return self.trellis.shape[2] // 16
+        return int(self.trellis.shape[2]) // 16
 
     def check(self, inputs: int, outputs: int) -> None:
         """Raises MoeError unless the tensors are those of an ``inputs -> outputs`` layer of whole bits."""

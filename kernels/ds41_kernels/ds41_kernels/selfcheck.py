@@ -69,13 +69,13 @@ def check_images(images: Images, bits: Sequence[int], codebooks: Sequence[str]) 
         ids[:, 0] = np.arange(20) % len(experts)
         weights = random.uniform(0.1, 1.0, (20, TOP_K)).astype(np.float32)
         wanted = exl3.layer_forward(experts, x, ids, weights)
-        on_card = [torch.from_numpy(array).cuda() for array in (x, ids, weights)]
-        whole = layer(*on_card)
+        on_card = tuple(torch.from_numpy(array).cuda() for array in (x, ids, weights))
+        whole = layer(on_card[0], on_card[1], on_card[2])
         yield _close(f"decode {name}", whole, wanted)
         alone = torch.cat([layer(*(array[t : t + 1].contiguous() for array in on_card)) for t in range(20)])
         yield Check(f"decode {name} alone or together", bool(torch.equal(whole, alone)), "rows compared bit by bit")
         out = torch.empty_like(whole)
-        layer.prefill(*on_card, out)
+        layer.prefill(on_card[0], on_card[1], on_card[2], out)
         yield _close(f"prefill {name}", out, wanted)
 
 
