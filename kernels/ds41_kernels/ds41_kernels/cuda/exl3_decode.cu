@@ -40,13 +40,13 @@ __host__ __device__ constexpr int ring_words() {
 #undef DS41_CASE
     return most;
 }
-static_assert(kWarps * Ring<5, 8>::kWords * 4 <= 48 * 1024 && kWarps * Ring<8, 8>::kWords * 4 <= 48 * 1024, "static shared");
+static_assert(kWarps * Ring<5, 8>::kWords * 4 <= 48 * 1024 && kWarps * Ring<8, 8>::kWords * 4 <= 48 * 1024,
+              "static shared");
 
 DEVICE void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 template <int CB>
 struct SumOf {
@@ -59,7 +59,8 @@ struct SumOf<kMul1> {
 
 // One 64-column strip of one group of up to ROWS (4 or 8) rows, for K bits.
 template <int K, int CB, int ROWS>
-DEVICE void strip(const Product& job, const Linear& linear, const Group& group, int my_slot, int projection, u32* shared) {
+DEVICE void strip(const Product& job, const Linear& linear, const Group& group, int my_slot, int projection,
+                  u32* shared) {
     constexpr bool kBytes = CB == kMul1;
     constexpr int SETS = kBytes ? ROWS / 4 : 1;  // MMAs a weight fragment
     using Stage = Ring<K, ROWS>;
@@ -84,7 +85,8 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
     }
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-        const int chunk = (i * kWarp + lane) % Stage::kTileChunks, k_tile = 2 * begin + (i * kWarp + lane) / Stage::kTileChunks;
+        const int chunk = (i * kWarp + lane) % Stage::kTileChunks,
+                  k_tile = 2 * begin + (i * kWarp + lane) / Stage::kTileChunks;
         if (chunk < Stage::kWeightWords / 4) {
             stride[i] = 2 * row_bytes;
             from[i] = reinterpret_cast<const unsigned char*>(linear.trellis) + (size_t)k_tile * row_bytes +
@@ -93,7 +95,8 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
             const int in_acts = chunk - Stage::kWeightWords / 4;
             const int slot = slots[i];  // rows beyond the group repeat its last one
             stride[i] = 64;
-            from[i] = job.acts + ((size_t)slot * job.projections + projection) * job.k * 2 + k_tile * 32 + (in_acts % 2) * 16;
+            from[i] =
+                job.acts + ((size_t)slot * job.projections + projection) * job.k * 2 + k_tile * 32 + (in_acts % 2) * 16;
         }
     }
     const u32 target = (u32)__cvta_generic_to_shared(ring) + lane * 16;
@@ -218,10 +221,9 @@ DEVICE void multiply(const Product& job) {
     const int projection = blockIdx.z;
     const Linear linear = job.linears[group.expert * 3 + job.first_projection + projection];
     switch (linear.bits) {
-#define DS41_CASE(K)                                                      \
-    case K:                                                               \
-        if constexpr ((DS41_K_MASK >> K) & 1)                             \
-            strip<K, CB, ROWS>(job, linear, group, my_slot, projection, shared); \
+#define DS41_CASE(K)                                                                                               \
+    case K:                                                                                                        \
+        if constexpr ((DS41_K_MASK >> K) & 1) strip<K, CB, ROWS>(job, linear, group, my_slot, projection, shared); \
         break;
         DS41_EACH_K(DS41_CASE)
 #undef DS41_CASE
@@ -271,10 +273,12 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
         for (int h = 0; h < 2; ++h)
             for (int i = 0; i < 8; ++i) sums[t][h][i] = 0.f;
 
-    const u32* weights = linear.trellis + (size_t)begin * n_tiles * Windows::kWords + blockIdx.x * kTiles * Windows::kWords;
+    const u32* weights =
+        linear.trellis + (size_t)begin * n_tiles * Windows::kWords + blockIdx.x * kTiles * Windows::kWords;
     const int slot = job.work.sorted_slots[group.first + min(lane >> 4, group.count - 1)];
     const uint2* acts =
-        reinterpret_cast<const uint2*>(job.acts + ((size_t)slot * job.projections + projection) * job.k * 2) + begin * 4 + quad;
+        reinterpret_cast<const uint2*>(job.acts + ((size_t)slot * job.projections + projection) * job.k * 2) +
+        begin * 4 + quad;
     const size_t stride = (size_t)n_tiles * Windows::kWords;
     auto load = [&](Fragment<K>& f, uint2& a) {
 #pragma unroll
@@ -317,7 +321,7 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float(&c)[8] = sums[t][h];
+            const float (&c)[8] = sums[t][h];
             float first = quad & 2 ? (quad & 1 ? c[3] : c[2]) : (quad & 1 ? c[1] : c[0]);
             float second = quad & 2 ? (quad & 1 ? c[7] : c[6]) : (quad & 1 ? c[5] : c[4]);
 #pragma unroll
@@ -326,7 +330,8 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
                 second += __shfl_xor_sync(0xffffffffu, second, step);
             }
             if (quad == 0) {
-                float* part = shared + (warp * kGroupRows + (lane >> 4)) * kStripColumns + t * 16 + h * 8 + (lane & 15) / 4;
+                float* part =
+                    shared + (warp * kGroupRows + (lane >> 4)) * kStripColumns + t * 16 + h * 8 + (lane & 15) / 4;
                 part[0] = first;
                 part[4] = second;
             }
@@ -352,10 +357,9 @@ DEVICE void multiply(const Product& job) {
     const int projection = blockIdx.z;
     const Linear linear = job.linears[group.expert * 3 + job.first_projection + projection];
     switch (linear.bits) {
-#define DS41_CASE(K)                                                     \
-    case K:                                                              \
-        if constexpr ((DS41_K_MASK >> K) & 1)                            \
-            strip<K, CB>(job, linear, group, projection, shared);        \
+#define DS41_CASE(K)                                                                                \
+    case K:                                                                                         \
+        if constexpr ((DS41_K_MASK >> K) & 1) strip<K, CB>(job, linear, group, projection, shared); \
         break;
         DS41_EACH_K(DS41_CASE)
 #undef DS41_CASE
@@ -376,7 +380,8 @@ DEVICE void tile_weights(const u32* trellis, int k_tile, int n_tile, int n, half
     for (int i = 0; i < LaneWindows<K>::kPairs; ++i) low[i] = tile[windows.low[i]], high[i] = tile[windows.high[i]];
     lane_weights<K, CB>(windows, low, high, w);
     for (int j = 0; j < 8; ++j) {
-        const int k = k_tile * 16 + 2 * quad + (j & 1) + 8 * ((j >> 1) & 1), column = n_tile * 16 + lane / 4 + 8 * (j >> 2);
+        const int k = k_tile * 16 + 2 * quad + (j & 1) + 8 * ((j >> 1) & 1),
+                  column = n_tile * 16 + lane / 4 + 8 * (j >> 2);
         out[(size_t)k * n + column] = __ushort_as_half((u16)(w[j / 2] >> (16 * (j & 1))));
     }
 }
@@ -386,39 +391,46 @@ DEVICE void all_weights(const u32* trellis, int bits, int k, int n, half* out) {
     const int item = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp;
     if (item >= (k / 16) * (n / 16)) return;
     switch (bits) {
-#define DS41_CASE(K) \
-    case K: if constexpr ((DS41_K_MASK >> K) & 1) tile_weights<K, CB>(trellis, item / (n / 16), item % (n / 16), n, out); break;
+#define DS41_CASE(K)                                                                                                  \
+    case K:                                                                                                           \
+        if constexpr ((DS41_K_MASK >> K) & 1) tile_weights<K, CB>(trellis, item / (n / 16), item % (n / 16), n, out); \
+        break;
         DS41_EACH_K(DS41_CASE)
 #undef DS41_CASE
     }
 }
 
 #if __CUDA_ARCH__ >= 800
-#define DS41_MULTIPLY_KERNELS(NAME, CB)                                                                  \
-    extern "C" __global__ void DS41_BOUNDS(4) exl3_decode_multiply4_##NAME(Product job) { multiply<CB, 4>(job); } \
-    extern "C" __global__ void DS41_BOUNDS(8) exl3_decode_multiply8_##NAME(Product job) { multiply<CB, 8>(job); }
+#define DS41_MULTIPLY_KERNELS(NAME, CB)                                                   \
+    extern "C" __global__ void DS41_BOUNDS(4) exl3_decode_multiply4_##NAME(Product job) { \
+        multiply<CB, 4>(job);                                                             \
+    }                                                                                     \
+    extern "C" __global__ void DS41_BOUNDS(8) exl3_decode_multiply8_##NAME(Product job) { \
+        multiply<CB, 8>(job);                                                             \
+    }
 #else
-#define DS41_MULTIPLY_KERNELS(NAME, CB) \
-    extern "C" __global__ void DS41_BOUNDS(2) exl3_decode_multiply2_##NAME(Product job) { multiply<CB, 2>(job); }
+#define DS41_MULTIPLY_KERNELS(NAME, CB)                                                   \
+    extern "C" __global__ void DS41_BOUNDS(2) exl3_decode_multiply2_##NAME(Product job) { \
+        multiply<CB, 2>(job);                                                             \
+    }
 #endif
-#define DS41_DECODE_KERNELS(NAME, CB)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kStageThreads)                                                        \
-        exl3_decode_prepare_##NAME(const half* x, const int* ids, const Linear* linears, int slots, int top_k,         \
-                                   int experts, int hidden, int group_rows, unsigned char* acts, RowScale* infos,      \
-                                   WorkList work) {                                                                    \
-        __shared__ u16 counts[kStageWarps * kMaxExperts];                                                              \
-        __shared__ int starts[kMaxExperts];                                                                            \
-        prepare<kFormat<CB>>(x, ids, linears, slots, top_k, experts, hidden, group_rows, acts, infos, work, counts,    \
-                             starts);                                                                                  \
-    }                                                                                                                  \
-    DS41_MULTIPLY_KERNELS(NAME, CB)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(kStageThreads)                                                        \
-        exl3_decode_middle_##NAME(const float* sums, const int* ids, const Linear* linears, int experts, int inter,    \
-                                  float limit, unsigned char* acts, RowScale* infos) {                                 \
-        middle<kFormat<CB>>(sums, ids, linears, experts, inter, limit, acts, infos);                                   \
-    }                                                                                                                  \
-    extern "C" __global__ void exl3_weights_##NAME(const u32* trellis, int bits, int k, int n, half* out) {            \
-        all_weights<CB>(trellis, bits, k, n, out);                                                                     \
+#define DS41_DECODE_KERNELS(NAME, CB)                                                                               \
+    extern "C" __global__ void __launch_bounds__(kStageThreads) exl3_decode_prepare_##NAME(                         \
+        const half* x, const int* ids, const Linear* linears, int slots, int top_k, int experts, int hidden,        \
+        int group_rows, unsigned char* acts, RowScale* infos, WorkList work) {                                      \
+        __shared__ u16 counts[kStageWarps * kMaxExperts];                                                           \
+        __shared__ int starts[kMaxExperts];                                                                         \
+        prepare<kFormat<CB>>(x, ids, linears, slots, top_k, experts, hidden, group_rows, acts, infos, work, counts, \
+                             starts);                                                                               \
+    }                                                                                                               \
+    DS41_MULTIPLY_KERNELS(NAME, CB)                                                                                 \
+    extern "C" __global__ void __launch_bounds__(kStageThreads)                                                     \
+        exl3_decode_middle_##NAME(const float* sums, const int* ids, const Linear* linears, int experts, int inter, \
+                                  float limit, unsigned char* acts, RowScale* infos) {                              \
+        middle<kFormat<CB>>(sums, ids, linears, experts, inter, limit, acts, infos);                                \
+    }                                                                                                               \
+    extern "C" __global__ void exl3_weights_##NAME(const u32* trellis, int bits, int k, int n, half* out) {         \
+        all_weights<CB>(trellis, bits, k, n, out);                                                                  \
     }
 
 #if DS41_CODEBOOK_MASK & 1

@@ -60,8 +60,8 @@ struct LaneWindows {
         }
     }
 
-    // The eight states of the lane from its words, state[j] for position 8 * lane + j. A state is cut out by a shift and
-    // a mask, both on the integer pipe, or by two shifts, the first of which can run as a multiplication on the fma
+    // The eight states of the lane from its words, state[j] for position 8 * lane + j. A state is cut out by a shift
+    // and a mask, both on the integer pipe, or by two shifts, the first of which can run as a multiplication on the fma
     // pipe: LEFT of eight states go that way, to load both pipes evenly.
     template <int LEFT = 0>
     DEVICE void states(const u32 (&lo)[kPairs], const u32 (&hi)[kPairs], u32 (&state)[8]) const {

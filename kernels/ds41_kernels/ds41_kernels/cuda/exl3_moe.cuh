@@ -32,15 +32,16 @@ DEVICE bool take_group(const WorkList& work, Group& group) {
 DEVICE void copy16(u32 to, const void* from) {  // to: address in the shared window
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-DEVICE void copies_done() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copies_done() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int LEFT>
 DEVICE void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 #endif

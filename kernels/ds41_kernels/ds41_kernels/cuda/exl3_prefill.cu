@@ -171,7 +171,8 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
     const Windows windows(lane);
     const int my_row = threadIdx.x / 4, my_chunk = threadIdx.x % 4;
     const int slot = job.work.sorted_slots[group.first + min(my_row, group.count - 1)];
-    const uint4* act = reinterpret_cast<const uint4*>(job.acts + ((size_t)slot * job.projections + projection) * job.k * 2) + my_chunk;
+    const uint4* act =
+        reinterpret_cast<const uint4*>(job.acts + ((size_t)slot * job.projections + projection) * job.k * 2) + my_chunk;
     const u32* weights = linear.trellis + (size_t)tile * Windows::kWords;
     const size_t stride = (size_t)n_tiles * Windows::kWords;
     half* columns = shared->columns[warp];
@@ -241,7 +242,9 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
         __syncwarp();
     }
 }
-#define DS41_SHARED __shared__ __align__(32) unsigned char bytes[sizeof(Shared)]; Shared* shared = reinterpret_cast<Shared*>(bytes)
+#define DS41_SHARED                                               \
+    __shared__ __align__(32) unsigned char bytes[sizeof(Shared)]; \
+    Shared* shared = reinterpret_cast<Shared*>(bytes)
 #define DS41_BOUNDS __launch_bounds__(kThreads, 2)
 #endif
 
@@ -253,16 +256,16 @@ DEVICE void multiply(const Product& job) {
     const int projection = blockIdx.z;
     const Linear linear = job.linears[group.expert * 3 + job.first_projection + projection];
     switch (linear.bits) {
-#define DS41_CASE(K)                                                         \
-    case K:                                                                  \
-        if constexpr ((DS41_K_MASK >> K) & 1) {                              \
-            if (group.count <= 16)                                           \
-                strip<K, CB, 1>(job, linear, group, projection, shared);     \
-            else if (group.count <= 32)                                      \
-                strip<K, CB, 2>(job, linear, group, projection, shared);     \
-            else                                                             \
-                strip<K, CB, 4>(job, linear, group, projection, shared);     \
-        }                                                                    \
+#define DS41_CASE(K)                                                     \
+    case K:                                                              \
+        if constexpr ((DS41_K_MASK >> K) & 1) {                          \
+            if (group.count <= 16)                                       \
+                strip<K, CB, 1>(job, linear, group, projection, shared); \
+            else if (group.count <= 32)                                  \
+                strip<K, CB, 2>(job, linear, group, projection, shared); \
+            else                                                         \
+                strip<K, CB, 4>(job, linear, group, projection, shared); \
+        }                                                                \
         break;
         DS41_EACH_K(DS41_CASE)
 #undef DS41_CASE
@@ -295,11 +298,17 @@ extern "C" __global__ void __launch_bounds__(kStageThreads)
 }
 
 #if DS41_CODEBOOK_MASK & 1
-extern "C" __global__ void DS41_BOUNDS exl3_prefill_multiply_3inst(Product job) { multiply<kThreeInst>(job); }
+extern "C" __global__ void DS41_BOUNDS exl3_prefill_multiply_3inst(Product job) {
+    multiply<kThreeInst>(job);
+}
 #endif
 #if DS41_CODEBOOK_MASK & 2
-extern "C" __global__ void DS41_BOUNDS exl3_prefill_multiply_mcg(Product job) { multiply<kMcg>(job); }
+extern "C" __global__ void DS41_BOUNDS exl3_prefill_multiply_mcg(Product job) {
+    multiply<kMcg>(job);
+}
 #endif
 #if DS41_CODEBOOK_MASK & 4
-extern "C" __global__ void DS41_BOUNDS exl3_prefill_multiply_mul1(Product job) { multiply<kMul1>(job); }
+extern "C" __global__ void DS41_BOUNDS exl3_prefill_multiply_mul1(Product job) {
+    multiply<kMul1>(job);
+}
 #endif

@@ -15,9 +15,9 @@ struct Group {
 };
 
 struct WorkList {
-    int* groups_used;    // [1]
-    Group* groups;       // [worst case]
-    int* sorted_slots;   // [tokens * top_k], slots of one expert side by side and ascending
+    int* groups_used;   // [1]
+    Group* groups;      // [worst case]
+    int* sorted_slots;  // [tokens * top_k], slots of one expert side by side and ascending
 };
 
 // Rotated activations in 16-value k-tiles of 32 bytes each, in the order of a lane's weights:
@@ -72,7 +72,8 @@ DEVICE void build_work_list(const int* __restrict__ ids, int slots, int experts,
             const int groups = (rows + group_rows - 1) / group_rows;
             int rows_to = rows, groups_to = groups;
             for (int step = 1; step < kWarp; step <<= 1) {
-                const int r = __shfl_up_sync(0xffffffffu, rows_to, step), g = __shfl_up_sync(0xffffffffu, groups_to, step);
+                const int r = __shfl_up_sync(0xffffffffu, rows_to, step),
+                          g = __shfl_up_sync(0xffffffffu, groups_to, step);
                 if (lane >= step) rows_to += r, groups_to += g;
             }
             const int first = rows_before + rows_to - rows;
@@ -92,8 +93,7 @@ DEVICE void build_work_list(const int* __restrict__ ids, int slots, int experts,
         int expert = slot < end ? __ldg(ids + slot) : -1;
         if (expert >= experts) expert = -1;
         const u32 same = __match_any_sync(0xffffffffu, expert);
-        if (expert >= 0)
-            work.sorted_slots[starts[expert] + own[expert] + __popc(same & ((1u << lane) - 1))] = slot;
+        if (expert >= 0) work.sorted_slots[starts[expert] + own[expert] + __popc(same & ((1u << lane) - 1))] = slot;
         __syncwarp();
         if (expert >= 0 && lane == __ffs(same) - 1) own[expert] += __popc(same);
         __syncwarp();
@@ -108,7 +108,8 @@ DEVICE void store_row(const float (&rows)[kMaxBlocks][4], int width, unsigned ch
     __shared__ int sum_of[kStageWarps];
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, blocks = width / 128;
     const int turns = (blocks + kStageWarps - 1) / kStageWarps;
-    // value 4 * lane + j of a block: k-tile lane / 4, row r = 4 * (lane % 4) + j, quad (r % 8) / 2, upper pair if r >= 8
+    // value 4 * lane + j of a block: k-tile lane / 4, row r = 4 * (lane % 4) + j, quad (r % 8) / 2, upper pair if r >=
+    // 8
     const int in_tile = lane % 4, quad = 2 * (in_tile % 2), upper = in_tile / 2;
     if constexpr (FORMAT != kFixedPlanes) {
 #pragma unroll
@@ -180,8 +181,8 @@ template <int FORMAT>
 DEVICE void rotate_row(const half* __restrict__ x, const half* __restrict__ suh, int width, unsigned char* row,
                        RowScale* info) {
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, blocks = width / 128;
-    // all warps take the same number of turns, so that the shuffles are never inside a branch that divides a CTA; a warp
-    // without a block of its own repeats the last one and does not store it
+    // all warps take the same number of turns, so that the shuffles are never inside a branch that divides a CTA; a
+    // warp without a block of its own repeats the last one and does not store it
     const int turns = (blocks + kStageWarps - 1) / kStageWarps;
     float rows[kMaxBlocks][4];
 #pragma unroll
@@ -229,8 +230,8 @@ DEVICE void middle(const float* __restrict__ sums, const int* __restrict__ ids, 
     const half* svh_gate = linears[expert * 3].svh;
     const half* svh_up = linears[expert * 3 + 1].svh;
     const half* suh = linears[expert * 3 + 2].suh;
-    // all warps take the same number of turns, so that the shuffles are never inside a branch that divides a CTA; a warp
-    // without a block of its own repeats the last one and does not store it
+    // all warps take the same number of turns, so that the shuffles are never inside a branch that divides a CTA; a
+    // warp without a block of its own repeats the last one and does not store it
     const int turns = (blocks + kStageWarps - 1) / kStageWarps;
     float rows[kMaxBlocks][4];
 #pragma unroll
