@@ -78,7 +78,7 @@ test: lint test-fast test-crash test-engine test-e2e
 # needs what test-engine installs
 test-slow: $(BIN)/.dev
 	$(BIN)/ds41ctl engine install --profile cpu-tiny
-	DS41_TEST_SLOW=1 $(PYTEST) tests/e2e/test_cpu_tiny_load.py
+	DS41_TEST_SLOW=1 $(PYTEST) tests/e2e/test_cpu_tiny_load.py tests/e2e/test_supervision.py
 
 bench: $(BIN)/.dev
 	$(BIN)/python -m tests.bench

@@ -18,7 +18,7 @@ from typing import Any
 from ds41ctl.adapters import files, part, pins
 from ds41ctl.adapters.safetensors import Tensor, read_header, read_index
 from ds41ctl.core import packgen
-from ds41ctl.core.errors import IntegrityError
+from ds41ctl.core.errors import DeniedError, IntegrityError
 from ds41ctl.core.facts import PackFacts, PackFileFacts, TensorFacts
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.pins import LOCK_SCHEMA, SeenFile, SeenPack, chosen, merged
@@ -28,6 +28,7 @@ from ds41ctl.core.tensors import TABLE
 SIDECAR = ".sha256-ok"
 QUARANTINE = ".bad"
 MISSING = "missing"
+NO_ACCESS = "may not be read by this user"
 LINK_OUT = "a symlink that leaves the pack folder"
 INDEX = "model.safetensors.index.json"
 GRAFT = "ds41-graft.json"
@@ -303,7 +304,9 @@ def place_problem(folder: Path, item: Expected) -> str:
     elif not real.is_relative_to(folder.resolve()):
         return LINK_OUT
     size = path.stat().st_size
-    return "" if size == item.size else f"{size} bytes, expected {item.size}"
+    if size != item.size:
+        return f"{size} bytes, expected {item.size}"
+    return "" if os.access(path, os.R_OK) else NO_ACCESS
 
 
 def file_problem(folder: Path, item: Expected, *, hash_it: bool) -> str:
@@ -347,11 +350,12 @@ def quick(held: Iterable[Holding]) -> list[Checked]:
 
 
 def hash_all(
-    wanted: Sequence[tuple[Path, Expected]], on_bytes: Callable[[int, Expected], None]
+    wanted: Sequence[tuple[Path, Expected]], on_bytes: Callable[[int, Expected], None], *, lenient: bool = False
 ) -> Iterator[tuple[Path, Expected, str]]:
     """Hash files on all cores, the big ones first; good ones get a fresh sidecar. Yields each with its problem.
 
-    `on_bytes` is told from several threads how many bytes of a file were just read.
+    `on_bytes` is told from several threads how many bytes of a file were just read. `lenient`: a pack that belongs to
+    somebody else is hashed all the same, its sidecars stay as they are.
     """
     stop = threading.Event()
 
@@ -364,7 +368,8 @@ def hash_all(
         reason, sha256 = bytes_problem(folder, item, count)
         path = item.target or folder / item.name
         if not reason and sidecar_problem(path, item):
-            write_sidecar(path, item, sha256)
+            with contextlib.suppress(*((DeniedError,) if lenient else ())):
+                write_sidecar(path, item, sha256)
         return folder, item, reason
 
     ordered = sorted(wanted, key=lambda pair: -pair[1].size)

@@ -219,19 +219,26 @@ def usage(of: Iterable[int]) -> Usage:
     return Usage(frozenset(alive), cpu, rss, read)
 
 
-def family(root: int, marker: str) -> list[Identity]:
-    """The process, its descendants, and every process of ours whose environment holds `marker` (NAME=value).
+def family(root: int, marker: str, *, session: Identity | None = None) -> list[Identity]:
+    """The process, its descendants, every process of ours whose environment holds `marker` (NAME=value), and those of
+    the session that `session` led: the kernel gives its number to nobody else while one of them lives, so only another
+    process with that number says that it was given away.
 
-    The marker also finds workers that were re-parented or left the session when their parent was killed.
+    The marker also finds workers that were re-parented or left the session when their parent was killed; the session
+    those that have written a title over their environment, as vLLM's engine core and workers do.
     """
     found: dict[int, Identity] = {}
     wanted = marker.encode()
+    leader = _stat(session.pid) if session is not None and session.pid else None
+    recycled = leader is not None and session is not None and leader[1] != session.start_ticks
+    number = session.pid if session is not None and not recycled else 0
     for pid in pids():
         try:
             environ = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             continue
-        if wanted in environ.split(b"\0"):
+        fields = _stat_fields(pid) if number else None
+        if wanted in environ.split(b"\0") or (fields is not None and int(fields[3]) == number):
             identity = identify(pid)
             if identity is not None:
                 found[identity.pid] = identity

@@ -7,6 +7,7 @@ import hashlib
 import mmap
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -205,12 +206,12 @@ def _record_file(path: Path, part: Part, kind: storeplace.Kind, node: int | None
     except OSError as error:
         raise files.os_error(error, f"making {target}") from error
     try:
-        with _taking(target, kind, node):
+        with _taking(path, size, kind, node):
             os.ftruncate(handle, size)
             view = mmap.mmap(handle, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
         def take(begin: int) -> None:
-            with _taking(target, kind, node), numa.pages_on(node):
+            with _taking(path, size, kind, node), numa.pages_on(node):
                 os.posix_fallocate(handle, begin, min(ALLOCATE_BYTES, size - begin))
 
         with view, ThreadPoolExecutor(1, "pages") as taker:
@@ -224,7 +225,7 @@ def _record_file(path: Path, part: Part, kind: storeplace.Kind, node: int | None
 
 
 @contextlib.contextmanager
-def _taking(target: Path, kind: storeplace.Kind, node: int | None) -> Iterator[None]:
+def _taking(path: Path, size: int, kind: storeplace.Kind, node: int | None) -> Iterator[None]:
     """Puts words to what the system answers when there are no pages for a record file."""
     try:
         yield
@@ -232,10 +233,10 @@ def _taking(target: Path, kind: storeplace.Kind, node: int | None) -> Iterator[N
         where = f" on NUMA node {node}" if node is not None else ""
         if isinstance(files.os_error(error, ""), NoSpaceError):
             raise NoSpaceError(
-                f"{target.name}{where}: the pages are not to be had ({kind})",
-                hints=("ds41ctl engram status", f"df -h {target.parent}", "free -h"),
+                f"{size} bytes for {path.name}{where}: the pages are not to be had ({kind})",
+                hints=("ds41ctl engram status", f"df -h {path.parent}", "free -h"),
             ) from error
-        raise files.os_error(error, f"allocating {target}{where}") from error
+        raise files.os_error(error, f"allocating {path}{where}") from error
 
 
 def _fill(source: Source, record_files: list[_RecordFile], loops: kernels.Loops, meter: _Meter) -> str:
@@ -244,10 +245,10 @@ def _fill(source: Source, record_files: list[_RecordFile], loops: kernels.Loops,
     Hashing and taking pages, the slowest parts, run in threads of their own while this one reads and places the rows.
     """
     digest = hashlib.sha256()
-    before: Future[None] | None = None
+    hashing: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1, "sha256") as hasher:
         for tensor, row, piece in store.shard_pieces(source.shard, source.weight, source.scale):
-            hashed = hasher.submit(digest.update, piece)
+            hashing.append(hasher.submit(digest.update, piece))
             if tensor is not None:
                 width = WEIGHT_BYTES if tensor is source.weight else SCALE_BYTES
                 offset = 0 if tensor is source.weight else WEIGHT_BYTES
@@ -258,9 +259,8 @@ def _fill(source: Source, record_files: list[_RecordFile], loops: kernels.Loops,
                         file.need((end - first) * RECORD_BYTES)
                         at = (begin - first) * RECORD_BYTES + offset
                         loops.scatter(file.view, at, piece[(begin - row) * width : (end - row) * width], width)
-            if before is not None:
-                before.result()  # its buffer is the next one to be read into
-            before = hashed
+            if len(hashing) == store.BUFFERS:
+                hashing.popleft().result()  # its buffer is the next one to be read into
             meter.add(source.table.layer, len(piece))
     for file in record_files:
         file.need(len(file.view))

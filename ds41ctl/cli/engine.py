@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ from ds41ctl import cli
 from ds41ctl.cli import options, runs
 from ds41ctl.cli.app import group
 from ds41ctl.cli.session import load_settings, open_session
-from ds41ctl.core.errors import IntegrityError
+from ds41ctl.core.errors import IntegrityError, NotFoundError
 
 app = group("Install, verify or list engines.")
 
@@ -20,17 +21,33 @@ app = group("Install, verify or list engines.")
 def install(
     profile: options.ProfileOpt = None,
     force: Annotated[bool, typer.Option("--force", help="Install again even when nothing is wrong.")] = False,
+    wheels: Annotated[
+        Path | None,
+        typer.Option("--wheels", metavar="DIR", help="Take every package from this folder; no index is asked."),
+    ] = None,
+    checkout: Annotated[
+        Path | None,
+        typer.Option("--checkout", metavar="DIR", help="Build a container's image from this checkout at its pin."),
+    ] = None,
     json: options.JsonOpt = False,
 ) -> None:
-    """Install the profile's engine into a venv of its own, from a lock with digests."""
+    """Install the profile's engine beside the one in use, prove it, use it; the one before stays for `rollback`."""
     from ds41ctl.adapters import enginevenv
     from ds41ctl.steps.engine import EngineInstall
 
     session = open_session(profile)
+    for folder in (wheels, checkout):
+        if folder is not None and not folder.is_dir():
+            raise NotFoundError(f"no folder {folder}")
+    step = EngineInstall(
+        session.layout,
+        os.environ,
+        wheels=wheels.absolute() if wheels else None,
+        checkout=checkout.absolute() if checkout else None,
+        force=force,
+    )
     with runs.run(session, "engine install") as runner:
-        if force:
-            (session.layout.engine_dir / enginevenv.MANIFEST).unlink(missing_ok=True)
-        runner.step(EngineInstall(session.layout, os.environ))
+        runner.step(step, always=force or checkout is not None)
     cli.out.data(
         {
             "dir": str(session.layout.engine_dir),
@@ -60,7 +77,7 @@ def verify(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
 @app.command("list")
 def list_engines(json: options.JsonOpt = False) -> None:
     """Engines installed below the data folder."""
-    from ds41ctl.adapters import enginevenv, paths
+    from ds41ctl.adapters import enginevenv, generations, paths
 
     folder = paths.dirs(load_settings().settings).data / "engines"
     rows = []
@@ -74,6 +91,11 @@ def list_engines(json: options.JsonOpt = False) -> None:
                 "installed_at": tree["installed_at"] if tree else None,
                 "manifest": enginevenv.manifest_digest(path),
                 "distributions": len(tree["distributions"]) if tree else None,
+                "notices": tree.get("notices", []) if tree else [],
+                "generations": [
+                    {"name": item.name, "installed_at": item.installed_at, "current": item.current}
+                    for item in generations.all_of(path)
+                ],
             }
         )
     cli.out.data(rows)
@@ -84,9 +106,24 @@ def list_engines(json: options.JsonOpt = False) -> None:
             else "not complete"
         )
         cli.out.line(f"{row['name']:<24} {what}")
+        for item in row["generations"]:
+            cli.out.line(f"  {'*' if item['current'] else ' '} {item['name']:<26} {item['installed_at']}")
     if not rows:
         cli.out.line(f"no engines below {folder}")
         cli.out.hint("ds41ctl engine install")
+
+
+@app.command()
+def rollback(profile: options.ProfileOpt = None, json: options.JsonOpt = False) -> None:
+    """Use the engine that was in use before; one that runs now keeps what it was started with."""
+    from ds41ctl.adapters import enginevenv, files, generations
+
+    session = open_session(profile)
+    engine = session.layout.engine_dir
+    with files.locked(engine.with_suffix(".lock"), "changing the engine"):
+        found = generations.back(engine)
+    cli.out.data({"generation": found.name, "manifest": enginevenv.manifest_digest(engine)})
+    cli.out.line(f"{engine.name}: {found.name}, installed {found.installed_at}", mark="OK")
 
 
 @app.command()

@@ -134,13 +134,14 @@ class Smoke:
     def judge(self, on_finding: Callable[[Finding], None], progress: Progress) -> Goal:
         """Ask the running engine."""
         import smoke
+        from ds41ctl.adapters import keyfile
         from ds41ctl.adapters.http import EngineClient
 
         profile = self.session.profile
         level = next(item for item in smoke.LEVELS if item == self.level)
         canaries = load_canaries(self.session, level)
         self.findings = smoke.run(
-            EngineClient(self.session.layout.url),
+            EngineClient(self.session.layout.url, keyfile.read(self.session.layout.api_key_file)),
             canaries,
             profile,
             level=level,

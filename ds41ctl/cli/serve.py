@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ from ds41ctl import cli
 from ds41ctl.cli import clocks, options, runs
 from ds41ctl.cli.app import group
 from ds41ctl.cli.planning import plan_of_serve, print_plan
-from ds41ctl.cli.session import open_session
+from ds41ctl.cli.session import Session, open_session
 from ds41ctl.cli.up import heading, serving
 
 app = group("Start the engine and wait until tokens flow.")
@@ -30,6 +31,9 @@ def serve(
     ] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Stop this profile's running engine first.")] = False,
     dry_run: options.DryRunOpt = False,
+    print_unit: Annotated[
+        bool, typer.Option("--print-unit", help="Print a systemd unit that serves this profile; install nothing.")
+    ] = False,
     json: options.JsonOpt = False,
 ) -> None:
     """Start the engine in a private tmux server and wait until it is proven ready."""
@@ -41,6 +45,9 @@ def serve(
     session = open_session(profile, port=port, dspark=dspark)
     if dry_run:
         print_plan(plan_of_serve(session))
+        return
+    if print_unit:
+        _print_unit(session)
         return
     record = running.read(session.layout.record_path)
     step = Serve(session.layout, session.profile_path, os.environ, foreground=foreground)
@@ -60,3 +67,17 @@ def serve(
         serving(session)
         if foreground:
             follow(session.layout, step, cli.out.note)
+
+
+def _print_unit(session: Session) -> None:
+    from ds41ctl.core.unit import render
+
+    text = render(session.layout, str(session.profile_path), sys.executable, os.environ)
+    cli.out.data({"unit": text})
+    cli.out.line(text.rstrip())
+    name = f"ds41ctl-{session.profile.name}.service"
+    where, flag = ("/etc/systemd/system", "") if session.dirs.uid == 0 else ("~/.config/systemd/user", " --user")
+    cli.out.hint(f"ds41ctl serve --profile {session.profile.name} --print-unit > {where}/{name}")
+    cli.out.hint(f"systemctl{flag} daemon-reload && systemctl{flag} enable --now {name}")
+    if session.dirs.uid:
+        cli.out.hint("loginctl enable-linger   # or it ends with your last login")

@@ -92,7 +92,7 @@ def _fidelity(
     session: Session, record: Path | None, reference: Path | None, texts: Path | None, windows: int, junit: Path | None
 ) -> None:
     """Record a reference, or compare the running engine with one."""
-    from ds41ctl.adapters import files
+    from ds41ctl.adapters import files, keyfile
     from ds41ctl.adapters.http import EngineClient
     from smoke import fidelity
 
@@ -100,7 +100,7 @@ def _fidelity(
         raise typer.BadParameter("--record and --fidelity exclude each other")
     if texts is not None and not texts.is_dir():
         raise NotFoundError(f"no folder {texts}")
-    client = EngineClient(session.layout.url)
+    client = EngineClient(session.layout.url, keyfile.read(session.layout.api_key_file))
 
     def progress(text: str) -> None:
         cli.out.progress(f"  {text}")

@@ -154,6 +154,7 @@ class Engine(_Model):
     wheel_url: str = ""
     wheel_sha256: Sha256 | Literal[""] = ""
     wheel_sums: str = Field("", description="venv: checksum file of the release whose entry pins the wheel")
+    wheel_sums_sha256: Sha256 | Literal[""] = Field("", description="venv: digest of that checksum file")
     cuda: Version | Literal[""] = Field("", description="CUDA the engine is built for, for example 12.8")
     image: str = Field("", description="container: image reference")
     image_digest: Digest | Literal[""] = Field("", description="container: sha256:... when the image is published")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from ds41ctl.adapters import enginevenv, files
+from ds41ctl.adapters import engineimage, engineinstall, enginevenv, files
 from ds41ctl.core.errors import IntegrityError, NotFoundError
 from ds41ctl.core.layout import Layout
 from ds41ctl.steps.runner import Goal, Progress
@@ -15,12 +16,26 @@ class EngineInstall:
 
     name = "engine"
 
-    def __init__(self, layout: Layout, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        environ: Mapping[str, str],
+        *,
+        wheels: Path | None = None,
+        checkout: Path | None = None,
+        force: bool = False,
+    ) -> None:
         self.layout = layout
         self.environ = environ
+        self.wheels = wheels
+        self.checkout = checkout
+        self.force = force
 
     def check(self) -> Goal:
         """Installed, from the wanted pins, and not changed since."""
+        if self.layout.profile.engine.kind == "container" and not self.layout.own_python:
+            reached, text = engineimage.state(self.layout)
+            return Goal(reached, text, {"path": str(self.layout.engine_dir)})
         facts = enginevenv.inspect(self.layout)
         if self.layout.own_python:
             if not facts.installed:
@@ -39,8 +54,12 @@ class EngineInstall:
 
     def do(self, progress: Progress) -> None:
         """Install. An engine that was changed behind our back is an error, not something to repair silently."""
+        if self.layout.profile.engine.kind == "container":
+            with files.locked(self.layout.engine_dir.with_suffix(".lock"), "installing the engine"):
+                engineimage.install(self.layout, self.environ, progress, checkout=self.checkout)
+            return
         facts = enginevenv.inspect(self.layout)
-        if facts.drift:
+        if facts.drift and not self.force:
             raise IntegrityError(
                 f"the engine in {self.layout.engine_dir} was changed after it was installed: {facts.drift[0]}",
                 detail=facts.drift[1:],
@@ -49,7 +68,7 @@ class EngineInstall:
         if facts.outdated:
             progress(f"installing again: {facts.outdated[0]}", {})
         with files.locked(self.layout.engine_dir.with_suffix(".lock"), "installing the engine"):
-            enginevenv.install(self.layout, self.environ, progress)
+            engineinstall.install(self.layout, self.environ, progress, from_folder=self.wheels)
 
 
 def verify(layout: Layout) -> list[str]:

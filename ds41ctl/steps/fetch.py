@@ -12,7 +12,7 @@ from ds41ctl.adapters.hub import Hub
 from ds41ctl.adapters.pack import Checked, Expected, Holding
 from ds41ctl.adapters.transfer import Order, State, Summary, Transfer
 from ds41ctl.core import packgen
-from ds41ctl.core.errors import ConfigError, IntegrityError, NoSpaceError, UnsupportedError
+from ds41ctl.core.errors import ConfigError, DeniedError, IntegrityError, NoSpaceError, UnsupportedError
 from ds41ctl.core.layout import Layout
 from ds41ctl.steps import own
 from ds41ctl.steps.hashing import Told, hash_all
@@ -93,6 +93,7 @@ class Fetch:
         with locked_folders([*folders] or [self.layout.model_dir], f"fetching {self.layout.name}"):
             held = self._pinned(progress)
             bad = self._proven(held, progress)
+            _demand_access(bad)
             _sweep(held, bad)
             corrupt = [(folder, item, reason) for folder, item, reason in bad if reason != pack.MISSING]
             if corrupt and not self.repair:
@@ -210,6 +211,14 @@ def _sweep(held: Sequence[Holding], bad: Sequence[Checked]) -> None:
 def _only_sidecar(folder: Path, item: Expected, reason: str) -> bool:
     """True when the file has its place and size, and only its sidecar does not vouch for it."""
     return reason != pack.MISSING and pack.place_problem(folder, item) == ""
+
+
+def _demand_access(bad: Sequence[Checked]) -> None:
+    """A file that may not be read is not wrong: getting it again would not help whoever may not read it."""
+    closed = [folder / item.name for folder, item, reason in bad if reason == pack.NO_ACCESS]
+    if closed:
+        more = f" (and {len(closed) - 1} more)" if closed[1:] else ""
+        raise DeniedError(f"{closed[0]} {pack.NO_ACCESS}{more}", hints=(f"chmod a+r {closed[0]}",))
 
 
 def _demand_inside(folder: Path, target: Path) -> None:

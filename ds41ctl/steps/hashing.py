@@ -45,7 +45,7 @@ class Meter:
         self._tell(f"hashing {name}", {"bytes": self._done, "total": self._total, "rate": rate, "eta_s": left})
 
 
-def hash_all(wanted: Sequence[tuple[Path, Expected]], progress: Progress) -> list[Checked]:
-    """Hash files on all cores, telling how far it is; each with what is wrong with it."""
+def hash_all(wanted: Sequence[tuple[Path, Expected]], progress: Progress, *, lenient: bool = False) -> list[Checked]:
+    """Hash files on all cores, telling how far it is; each with what is wrong with it. `lenient`: see pack.hash_all."""
     meter = Meter(sum(item.size for _, item in wanted), progress)
-    return list(pack.hash_all(wanted, lambda number, item: meter(number, item.name)))
+    return list(pack.hash_all(wanted, lambda number, item: meter(number, item.name), lenient=lenient))

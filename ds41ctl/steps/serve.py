@@ -408,7 +408,7 @@ class Serve:
         profile, folder = self.layout.profile, store.locate(self.layout)
         if not profile.engram.own_store or record.container:
             return True
-        ours = {item.pid for item in proc.family(record.pid, record.marker)}
+        ours = {item.pid for item in proc.family(record.pid, record.marker, session=record.identity)}
         ranks, _ = parallel_sizes(record.argv)
         if not profile.engine.plugin:
             return len(ours & set(store.mapped_by(folder))) >= ranks

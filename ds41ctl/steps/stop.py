@@ -36,17 +36,17 @@ def end(layout: Layout, record: Running) -> Stopped:
     started = time.monotonic()
     alive = record.alive()
     same_boot = _same_boot(record)
-    family = proc.family(record.pid if alive else 0, record.marker) if same_boot else []
+    family = proc.family(record.pid if alive else 0, record.marker, session=record.identity) if same_boot else []
     left: list[proc.Identity] = []
     problems: list[str] = []
     if record.container and same_boot:
-        family = proc.family(record.pid, record.marker) if alive else family
+        family = proc.family(record.pid, record.marker, session=record.identity) if alive else family
         problems += _end_container(record)
     else:
         # the first process ends its workers itself when it is asked; what is left after that is ended one by one
         left += proc.terminate([item for item in family if item.pid == record.pid], grace=GRACE_S)
         left += proc.terminate([item for item in family if item.pid != record.pid and item.alive()], grace=5.0)
-    late = proc.family(0, record.marker) if same_boot else []
+    late = proc.family(0, record.marker, session=record.identity) if same_boot else []
     left += proc.terminate(late, grace=1.0)
     tmux.kill(layout.socket_path)
     problems += [proc.describe(item.pid) for item in left if item.alive()]

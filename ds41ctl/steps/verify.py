@@ -83,16 +83,19 @@ class VerifyPack:
         if not wanted:
             return [_finding("pack.bytes", Status.UNKNOWN, "local folder: nothing pins its bytes", "pinned files", "")]
         # what lies behind a link is hashed once, at its own place
-        bad = (
-            pack.quick(held)
-            if self.quick
-            else hash_all([p for p in wanted if self._own or p[1].target is None], progress)
-        )
+        bad = pack.quick(held) if self.quick else self._hashed(wanted, progress)
         if not self.quick and not self._own:
             links = [(folder, item) for folder, item in wanted if item.target is not None]
             bad += [(folder, item, pack.place_problem(folder, item)) for folder, item in links]
         faults = [
-            _finding("pack.bytes", Status.FAIL, f"{folder / item.name}: {reason}", item.digest, reason, REPAIR)
+            _finding(
+                "pack.bytes",
+                Status.FAIL,
+                f"{folder / item.name}: {reason}",
+                item.digest,
+                reason,
+                (f"chmod a+r {folder / item.name}",) if reason == pack.NO_ACCESS else REPAIR,
+            )
             for folder, item, reason in bad
             if reason
         ]
@@ -100,6 +103,9 @@ class VerifyPack:
         how = "sidecars unchanged" if self.quick else "every byte hashed"
         text = f"{len(wanted)} files, {total / 2**20:,.0f} MiB, {how}"
         return faults or [_finding("pack.bytes", Status.OK, text, "the pinned bytes", "")]
+
+    def _hashed(self, wanted: Sequence[tuple[Path, pack.Expected]], progress: Progress) -> list[pack.Checked]:
+        return hash_all([pair for pair in wanted if self._own or pair[1].target is None], progress, lenient=True)
 
     def _contract(self, own: Sequence[pack.Expected]) -> list[Finding]:
         folder = self.layout.model_dir

@@ -589,6 +589,28 @@ def test_a_folder_that_may_not_be_written_is_said(tmp_path: Path, hub: FakeHub) 
         fetch(layout, hub)
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everywhere")
+def test_a_pack_of_somebody_else_can_be_verified_and_a_file_that_may_not_be_read_is_not_fetched_again(
+    tmp_path: Path, hub: FakeHub
+) -> None:
+    layout = only_bytes(tmp_path)
+    fetch(layout, hub)
+    sidecar = layout.model_dir / (BIG + pack.SIDECAR)
+    sidecar.write_text("old")
+    layout.model_dir.chmod(0o555)
+    assert judge(layout) == {} and sidecar.read_text() == "old"
+    with pytest.raises(DeniedError, match="sha256-ok: Permission denied"):
+        fetch(layout, hub)
+    layout.model_dir.chmod(0o755)
+    (layout.model_dir / BIG).chmod(0)
+    hub.log.clear()
+    for repair in (False, True):
+        with pytest.raises(DeniedError, match="may not be read by this user") as caught:
+            fetch(layout, hub, repair=repair)
+        assert caught.value.hints[0].startswith("chmod a+r")
+    assert hub.log == [] and "may not be read" in judge(layout)["pack.bytes"][0]
+
+
 def test_a_folder_in_the_way_of_a_file_is_said(tmp_path: Path, hub: FakeHub) -> None:
     layout = layout_of(tmp_path)
     (layout.model_dir / BIG).mkdir(parents=True)

@@ -67,6 +67,44 @@ def test_a_family_is_found_by_its_marker_after_its_parent_died(children: list[su
     assert proc.family(0, entry) == []
 
 
+BARE_CHILD = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={})
+print(os.getpid(), child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_without_the_marker_is_found_by_the_session_of_the_dead_first_process() -> None:
+    """vLLM's engine core writes its title over its environment, so the marker cannot be read there."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", BARE_CHILD], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert parent.stdout is not None
+    _, child = (int(word) for word in parent.stdout.readline().split())
+    leader = proc.identify(parent.pid)
+    assert leader is not None
+    parent.kill()
+    parent.wait()
+    assert proc.family(0, "NO=match") == []
+    assert [item.pid for item in proc.family(0, "NO=match", session=leader)] == [child]
+    assert proc.terminate(proc.family(0, "NO=match", session=leader), grace=1) == []
+    assert proc.family(0, "NO=match", session=leader) == []
+
+
+def test_a_session_whose_number_was_given_to_another_process_is_left_alone() -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    try:
+        found = proc.identify(other.pid)
+        assert found is not None
+        of_before = proc.Identity(other.pid, found.start_ticks - 1)
+        assert proc.family(0, "NO=match", session=of_before) == []
+        assert [item.pid for item in proc.family(0, "NO=match", session=found)] == [other.pid]
+    finally:
+        other.kill()
+        other.wait()
+
+
 def test_terminate_kills_what_ignores_sigterm_and_touches_nobody_else(children: list[subprocess.Popen[str]]) -> None:
     decoy = start(children, SLEEP)
     stubborn = start(children, [sys.executable, "-c", STUBBORN])

@@ -50,7 +50,7 @@ def test_status_says_who_maps_the_store_and_that_nothing_drifted(cli: Cli) -> No
     answer = cli("status", "--json")
     tree = answer.json()["data"]
     assert answer.code == 0 and tree["state"] == "ready" and tree["drift"] == []
-    assert "mapped by 1 of" in tree["engram"] and "0 running" in tree["requests"]
+    assert "mapped by 1 of" in tree["engram"] and tree["load"]["running"] == 0
 
 
 def test_the_engine_listens_on_loopback_only_and_keeps_its_files_private(cli: Cli) -> None:

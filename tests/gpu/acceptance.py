@@ -205,14 +205,19 @@ def stop(run: Run, name: str, idle: list[int]) -> None:
         )
 
 
-def children(marker: str) -> dict[int, str]:
-    """pid -> title of the engine's processes."""
-    found = {}
+def children(root: int) -> dict[int, str]:
+    """pid -> title of a process and everything below it (a title set by a program may lie over its environment)."""
+    parents, titles = {}, {}
     for path in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if path.name.isdecimal() and marker.encode() in (path / "environ").read_bytes().split(b"\0"):
-                found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return found
+        with contextlib.suppress(OSError, ValueError):
+            if path.name.isdecimal():
+                parents[int(path.name)] = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                titles[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    found, grown = {root}, True
+    while grown:
+        more = {pid for pid, parent in parents.items() if parent in found} - found
+        found, grown = found | more, bool(more)
+    return {pid: titles.get(pid, "") for pid in found}
 
 
 def kills(run: Run, parallel: str) -> None:
@@ -224,7 +229,7 @@ def kills(run: Run, parallel: str) -> None:
             run.keep_logs(f"kill-{who}")
             tell(f"exit {code} {message(tree)}", code == 0)
         with part(run, f"kill -9 of {who}", "named by status within 5 s") as tell:
-            family = children(run.record()["marker"])
+            family = children(run.record()["pid"])
             chosen = [pid for pid, title in family.items() if who in title]
             os.kill(chosen[-1], signal.SIGKILL)
             began, state = time.monotonic(), ""

@@ -147,6 +147,14 @@ def test_a_slowed_card_and_a_swapping_machine_are_marks() -> None:
     assert "swapped 5000 pages" in bench._machine(calm, HostState(swapped_pages=5010))[0]
 
 
+def test_a_machine_that_works_for_others_is_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.os, "cpu_count", lambda: 2)
+    before, after = HostState(engine_cpu_s=10, machine_cpu_s=100), HostState(engine_cpu_s=16, machine_cpu_s=113)
+    assert bench._company(before, after, client_s=1.0, seconds=10) == ["other programs used 0.6 of 2 cores"]
+    assert bench._company(before, after, client_s=5.0, seconds=10) == []
+    assert bench._company(HostState(), after, client_s=1.0, seconds=10) == [], "unknown: an engine elsewhere"
+
+
 def test_events_are_not_tokens_and_without_usage_there_is_no_number() -> None:
     row = measure(quirk=but(usage=False))["decode.code.c1"]
     assert row.value is None and "no usage" in row.note

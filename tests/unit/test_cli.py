@@ -85,7 +85,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["engram", "status"], 10, "no Engram store"),
     (["engram", "verify"], 10, "no Engram store"),
     (["engine", "verify"], 10, "no engine"),
-    (["engine", "install", "--profile", "v100-pp2tp4"], 4, "cannot install the engine of v100-pp2tp4"),
+    (["engine", "install", "--profile", "v100-pp2tp4", "--wheels", "/nowhere"], 10, "no folder /nowhere"),
     (["fetch", "--verify", "--profile", "v100-pp2tp4"], 12, "its file lists were never fetched"),
     (["fetch", "--verify", "--repair"], 2, "choose one"),
     (["fetch", "--quick"], 2, "--quick goes with --verify"),

@@ -10,8 +10,9 @@ ARCHITECTURE = "DeepseekV41ForCausalLM"
 def register() -> None:
     """Entry point of group ``vllm.general_plugins``; vLLM calls it in every process, possibly several times.
 
-    On the CPU platform it puts our class in the place of upstream's, which has no CPU path. On a GPU it puts upstream's
-    own class there with a check around its loading: a tensor that never came ends the start (:mod:`gpu_check`).
+    On the CPU platform it puts our class in the place of upstream's, which has no CPU path, and adds the quantisation
+    method ``exl3``. On a GPU it puts upstream's own class there with a check around its loading: a tensor that never
+    came ends the start (:mod:`gpu_check`).
     """
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
@@ -21,6 +22,8 @@ def register() -> None:
         return
 
     from .cpu_platform import keep_scheduler_settings
+    from .exl3_config import register_exl3
 
     keep_scheduler_settings(current_platform, ARCHITECTURE)
+    register_exl3()
     ModelRegistry.register_model(ARCHITECTURE, "ds41_engine.model:DeepseekV41CPUForCausalLM")

@@ -62,7 +62,7 @@ class Exl3Expert:
 def swiglu(gate: DoubleArray, up: DoubleArray, limit: float) -> DoubleArray:
     """``silu(min(gate, limit)) * clip(up, -limit, limit)``."""
     gate = np.minimum(gate, limit)
-    return gate / (1.0 + np.exp(-gate)) * np.clip(up, -limit, limit)
+    return gate / (1.0 + np.exp(np.minimum(-gate, 700.0))) * np.clip(up, -limit, limit)
 
 
 def layer_forward(

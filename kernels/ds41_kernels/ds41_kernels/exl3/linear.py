@@ -68,12 +68,12 @@ class Exl3Linear:
     @property
     def in_features(self) -> int:
         """Inputs."""
-        return self.trellis.shape[0] * EDGE
+        return int(self.trellis.shape[0]) * EDGE
 
     @property
     def out_features(self) -> int:
         """Outputs."""
-        return self.trellis.shape[1] * EDGE
+        return int(self.trellis.shape[1]) * EDGE
 
     @classmethod
     def from_tensors(cls, key: str, tensors: Mapping[str, NDArray[Any]]) -> Exl3Linear:
