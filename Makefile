@@ -5,9 +5,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_PYTEST := build/engine-pytest
+KERNEL_TOOLCHAIN := build/kernel-toolchain
+KERNEL_BUILD := kernels/ds41_kernels/ds41_kernels/build.py
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-fast test-crash test-engine test-e2e test-slow lint bench clean system system-test dev
+.PHONY: demo test test-fast test-crash test-engine test-e2e test-slow kernel-toolchain lint bench clean system \
+  system-test dev
 
 demo: $(BIN)/.installed
 	$(BIN)/ds41ctl up --profile cpu-tiny
@@ -54,9 +57,17 @@ $(ENGINE_PYTEST)/.installed: | $(BIN)/.dev
 	$(BIN)/python -m pip install -q --target $(ENGINE_PYTEST) pytest hypothesis
 	@touch $@
 
-test-engine: $(ENGINE_PYTEST)/.installed
+# the GPU kernels' compiler and a disassembler that knows sm_70, as wheels: no GPU, driver or CUDA toolkit is needed
+$(KERNEL_TOOLCHAIN)/.installed: $(KERNEL_BUILD) | $(BIN)/.dev
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(KERNEL_TOOLCHAIN) \
+	  $$($(BIN)/python $(KERNEL_BUILD) --pins) triton==3.3.1
+	@touch $@
+
+kernel-toolchain: $(KERNEL_TOOLCHAIN)/.installed
+
+test-engine: $(ENGINE_PYTEST)/.installed $(KERNEL_TOOLCHAIN)/.installed
 	$(BIN)/ds41ctl engine install --profile cpu-tiny
-	env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=$(ENGINE_PYTEST) \
+	env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=$(ENGINE_PYTEST) DS41_NVRTC_PATH=$(KERNEL_TOOLCHAIN) \
 	  "$$($(BIN)/ds41ctl engine path --profile cpu-tiny)" -m pytest -q -c tests/engine/pytest.ini tests/engine
 
 test-e2e: $(BIN)/.dev
