@@ -9,6 +9,6 @@ _PLUGIN = str(Path(__file__).resolve().parents[1] / "ds41_engine")
 if _PLUGIN not in sys.path:
     sys.path.insert(0, _PLUGIN)
 
-from ds41_engine import backbone, engram_hash, quant, shape  # noqa: E402
+from ds41_engine import backbone, engram_hash, quant, shape, vision  # noqa: E402
 
-__all__ = ["backbone", "engram_hash", "quant", "shape"]
+__all__ = ["backbone", "engram_hash", "quant", "shape", "vision"]

@@ -19,7 +19,8 @@ def register() -> None:
         return
     from vllm import ModelRegistry
 
-    from .cpu_platform import keep_scheduler_settings
+    from .cpu_platform import keep_scheduler_settings, use_exact_logprobs
 
     keep_scheduler_settings(current_platform, ARCHITECTURE)
+    use_exact_logprobs()
     ModelRegistry.register_model(ARCHITECTURE, "ds41_engine.model:DeepseekV41CPUForCausalLM")
