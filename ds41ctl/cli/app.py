@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("logs", "Show the engine's log"),
     "stop": ("stop", "Stop the engine, prove nothing is left"),
     "smoke": ("smoke", "Prove by behaviour that the engine works"),
+    "gate": ("gate", "Is it still the same model? Compare with an oracle"),
     "profile": ("profile", "List, show or check profiles"),
     "facts": ("facts", "Record this machine for tests and reports"),
     "report": ("report", "Show what a run amounted to"),

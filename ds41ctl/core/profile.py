@@ -231,6 +231,20 @@ class Smoke(_Model):
     )
 
 
+class Gate(_Model):
+    """What the engine's distributions may differ by from the fp32 oracle's."""
+
+    kl_max: float | None = Field(None, gt=0, le=100, description="largest mean divergence of a position, nats")
+    window_tokens: int | None = Field(
+        None, ge=16, le=1 << 20, description="longest prompt that may be asked for its prompt_logprobs; None: 512"
+    )
+
+    @property
+    def window(self) -> int:
+        """The longest prompt to ask for: 512 tokens unless the profile says otherwise."""
+        return self.window_tokens or 512
+
+
 class Profile(_Model):
     """One profile file."""
 
@@ -246,6 +260,7 @@ class Profile(_Model):
     engram: Engram
     clocks: Clocks = Clocks()
     smoke: Smoke
+    gate: Gate = Gate()
     provenance: dict[str, str] = Field(description="dotted key or prefix -> source of the numbers below it")
 
     @model_validator(mode="after")

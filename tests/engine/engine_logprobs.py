@@ -28,9 +28,7 @@ def main() -> None:
 
     # the text model computes in fp32 whatever the dtype; the vision tower and the embeddings it makes follow it, and
     # vLLM refuses float32 for FP8 checkpoints because its GPU kernels do
-    Fp8Config.get_supported_act_dtypes = classmethod(
-        lambda cls: [torch.bfloat16, torch.half, torch.float32]
-    )
+    Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [torch.bfloat16, torch.half, torch.float32])
     config = json.loads((Path(pack) / "config.json").read_text())
     tokenizer = Tokenizer.from_file(str(Path(pack) / "tokenizer.json"))
     prompts = prompts_module.load(Path(prompts_file), tokenizer, config["vision_config"], 129280)

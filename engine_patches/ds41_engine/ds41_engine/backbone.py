@@ -534,7 +534,7 @@ class Block(nn.Module):
         return expand(out, stream, post, comb), next_pre
 
     def enter_ffn(self, stream: Tensor, pre: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The feed-forward sublayer up to its experts: normed input ``[T, hidden]``, next ``pre``, ``post``, ``comb``."""
+        """The feed-forward sublayer up to its experts: input ``[T, hidden]``, next ``pre``, ``post``, ``comb``."""
         next_pre, post, comb = hyper_connection_mix(
             stream, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base, self.shape
         )

@@ -33,9 +33,7 @@ from .pictures import Picture, prepare
 
 PLACEHOLDER = "<｜deepseek_image｜>"
 BOS_ID = 0
-KEYS = frozenset(
-    ("set", "name", "text", "bos", "messages", "tools", "thinking", "reasoning_effort", "ids")
-)
+KEYS = frozenset(("set", "name", "text", "bos", "messages", "tools", "thinking", "reasoning_effort", "ids"))
 
 
 class PromptError(Exception):
@@ -184,7 +182,7 @@ def _encoder() -> Callable[..., str]:
             found: Callable[..., str] = module.encode_messages
             return found
     raise PromptError(
-        "a conversation needs the model's encoder (vllm/tokenizers/deepseek_v41_encoding.py), and this Python has none; "
+        "a conversation needs the model's encoder (vllm/tokenizers/deepseek_v41_encoding.py), and there is none; "
         "use the engine's Python, or give ids or text"
     )
 

@@ -2,9 +2,10 @@
 
 Layout, little-endian: 8 bytes magic, uint32 length and zlib of a JSON header, then the blocks that the header places
 (zlib, offsets from the end of the header), then the sha256 of everything before it. A prompt's block holds, for n
-tokens and k kept: ids int32[n], own float32[n-1], tail float32[n-1], best ids int32[(n-1) * k], best float32[(n-1) * k].
-Row p is about token p + 1: ``own`` is its log-probability, ``best`` the k highest in falling order, ``tail`` the
-probability of all others together. The block ``layers``, when there is one, is float16 ``[layers, positions, hidden]``.
+tokens and k kept: ids int32[n], own float32[n-1], tail float32[n-1], best ids int32[(n-1) * k], best
+float32[(n-1) * k]. Row p is about token p + 1: ``own`` is its log-probability, ``best`` the k highest in falling order,
+``tail`` the probability of all others together. The block ``layers``, when there is one, is float16
+``[layers, positions, hidden]``.
 ``ds41ctl`` reads it (``ds41ctl/core/reference.py``).
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -73,7 +74,7 @@ class Settings:
     """
 
     top_k: int = 128
-    rounding: Rounding = Rounding()
+    rounding: Rounding = field(default_factory=Rounding)
     layer_positions: int = 0
     threads: int = 1
     read_ahead_bytes: int = READ_AHEAD_BYTES
@@ -256,6 +257,8 @@ class Oracle:
         self.notify({"event": "done", "sha256": digest, "bytes": out.stat().st_size, "peak_rss": peak_rss(),
                      "read": self.shards.traffic.bytes, "seconds": time.monotonic() - started})  # fmt: skip
         self.shards.close()
+        for old in self.work.glob("layer-*.state") if self.work is not None else ():
+            old.unlink()
         return digest
 
     def _layers(self, state: State, started: float) -> None:
@@ -341,9 +344,7 @@ class Oracle:
     def _attention(self, block: bb.Block, layer: int, state: State) -> None:
         rope = self.rope_of(layer)
         for number, length in enumerate(self.lengths):
-            context = SequenceContext(
-                self.shape_of(layer), rope, state.shared[number], length, self.settings.rounding
-            )
+            context = SequenceContext(self.shape_of(layer), rope, state.shared[number], length, self.settings.rounding)
             for rows in self._chunks(number):
                 stream = state.stream[rows]
                 ids = self.engram_ids(layer, rows) if block.engram_index is not None else None
@@ -417,7 +418,7 @@ class Oracle:
         """Own log-probability, tail, best ids and best log-probabilities, the output matrix read once in tiles."""
         entry = self.shards.entry("head.weight")
         rows, count, k = entry.shape[0], hidden.shape[0], min(self.settings.top_k, entry.shape[0])
-        following = torch.cat([self.ids[begin + 1 : end] for begin, end in zip(self.starts, self.starts[1:])])
+        following = torch.cat([self.ids[begin + 1 : end] for begin, end in itertools.pairwise(self.starts)])
         own = torch.full((count,), -math.inf)
         total = torch.full((count,), -math.inf, dtype=torch.float64)
         best = torch.full((count, k), -math.inf)
@@ -538,7 +539,9 @@ class Oracle:
         hidden, copies, heads, dim = shape.hidden_size, shape.hc_mult, shape.num_attention_heads, shape.head_dim
         longest = max(self.lengths)
         # stream; x, out; embedding while the stream is made
-        activations = tokens * 4 * (copies * hidden + 3 * hidden + copies * (copies + 3) + 2 * shape.num_experts_per_tok)
+        activations = (
+            tokens * 4 * (copies * hidden + 3 * hidden + copies * (copies + 3) + 2 * shape.num_experts_per_tok)
+        )
         shared = sum(n * (4 * (dim + shape.index_head_dim) + n // 4) for n in self.lengths)
         expert = max(e.size for e in self.shards.entries.values() if ".ffn.experts." in e.name)
         slot = max(span_bytes(entries) for experts in self.experts.values() for entries in experts)
@@ -556,7 +559,9 @@ class Oracle:
         head = HEAD_ROWS * hidden * 8 + CHUNK * HEAD_ROWS * 16 + tokens * (4 * hidden + 40 * self.settings.top_k)
         tower = 0
         if self.vision is not None:
-            tower = 8 * sum(math.prod(e.shape) for n, e in self.shards.entries.items() if n.startswith(("vision", "aligner")))
+            tower = 8 * sum(
+                math.prod(e.shape) for n, e in self.shards.entries.items() if n.startswith(("vision", "aligner"))
+            )
         parts = activations + shared + slots + max(weights + query + scores, head, tower)
         return now_rss() + int(parts * 1.1) + GIB // 4
 

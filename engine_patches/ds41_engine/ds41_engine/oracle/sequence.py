@@ -16,7 +16,7 @@ from ..shape import BackboneShape
 from .rounding import Rounding
 
 CHUNK = 256
-"""Tokens of a sequence that go through a layer together; a multiple of every compression ratio and of the block size."""
+"""Tokens of a sequence that go through a layer together; a multiple of every compression ratio."""
 QUERIES = 64
 """Queries of one attention or scoring step: bounds the scratch memory."""
 NEAR = 2e-6

@@ -155,9 +155,7 @@ class Shards:
         for file, begin, end, members in spans(entries):
             fd, done = self._fd(file), 0
             while begin + done < end:
-                count = os.preadv(
-                    fd, [memory[at + done : at + min(done + READ_BYTES, end - begin)]], begin + done
-                )
+                count = os.preadv(fd, [memory[at + done : at + min(done + READ_BYTES, end - begin)]], begin + done)
                 if not count:
                     raise CheckpointError(f"shard {file}: ends at byte {begin + done}, its header says {end}")
                 done += count

@@ -89,7 +89,7 @@ class ExpertDecoder:
         self._scratch = torch.empty(0, dtype=torch.int32)
 
     def __call__(self, stem: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """w1 ``[I, hidden]``, w3 ``[I, hidden]``, w2 ``[hidden, I]`` of the expert ``stem``; valid until the next call."""
+        """w1 and w3 ``[I, hidden]``, w2 ``[hidden, I]`` of the expert ``stem``; valid until the next call."""
         w1, w3, w2 = (self._matrix(matrix, f"{stem}.{matrix}", tensors) for matrix in MATRICES)
         return w1, w3, w2
 
