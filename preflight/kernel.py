@@ -8,9 +8,12 @@ from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
 from preflight.text import as_root
 
 GROUP = "HOST"
-# docs.nvidia.com/deploy/xid-errors: what a card does not recover from by itself, and what field reports saw before that
+# What a card does not recover from by itself, and what field reports saw before that. Sources: the Xid catalogue at
+# docs.nvidia.com/deploy/xid-errors, docs.nvidia.com/deploy/dynamic-page-retirement (48, 64) and NVIDIA's list of
+# health checks (docs.nvidia.com/health-validation/reference/checks/xid: 46, 48 and others drain a node)
 FATAL_XIDS = {
     43: "a process was stopped by the GPU",
+    46: "the GPU stopped processing",
     48: "double-bit memory error",
     62: "internal micro-controller halt",
     64: "memory page could not be retired",

@@ -15,24 +15,26 @@ from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.finding import Finding, Status
 from ds41ctl.core.nearest import nearest
 from ds41ctl.core.profile import Profile
-from smoke import probes
+from smoke import probes, probes_wide
 from smoke.canaries import Canaries
-from smoke.probes import Level, OutOfTimeError, Session
+from smoke.probes import LEVELS, Level, OutOfTimeError, Session
 
-__all__ = ["DEADLINE_S", "TESTS", "Level", "SmokeTest", "run", "table"]
+__all__ = ["DEADLINE_S", "LEVELS", "TESTS", "Level", "SmokeTest", "run", "table"]
 
-DEADLINE_S: dict[Level, float] = {"quick": 300.0, "full": 900.0}
+DEADLINE_S: dict[Level, float] = {"quick": 300.0, "full": 900.0, "thorough": 7200.0}
 _ALIVE_S = 20.0  # bound of the one-token question after a time-out
 
 
 @dataclass(frozen=True, slots=True)
 class SmokeTest:
-    """One test: stable id, what a pass proves, what level full adds, and the probe."""
+    """One test: stable id, what a pass proves, the probe, the least level it runs at, and what higher levels add."""
 
     id: str
     proves: str
     probe: Callable[[Session], Finding]
     full: str = ""
+    thorough: str = ""
+    level: Level = "quick"
 
 
 TESTS: tuple[SmokeTest, ...] = (
@@ -42,28 +44,68 @@ TESTS: tuple[SmokeTest, ...] = (
     SmokeTest("smoke.tool-call", "a tool call with exact arguments, finish_reason tool_calls", probes.tool_call),
     SmokeTest("smoke.tool-stream", "the same call joins from streamed deltas", probes.tool_stream),
     SmokeTest("smoke.tool-follow-up", "the tool's result reaches the model and is used", probes.tool_follow_up),
-    SmokeTest("smoke.copy", "identifiers come back exactly: the Engram tables are loaded and read", probes.copy),
+    SmokeTest(
+        "smoke.tool-forced",
+        "a forced tool is called rightly: by name, as required, whole, streamed",
+        probes_wide.tool_forced,
+        level="full",
+    ),
+    SmokeTest(
+        "smoke.copy",
+        "identifiers come back exactly: the Engram tables are loaded and read",
+        probes.copy,
+        thorough="100 identifiers, three passes",
+    ),
     SmokeTest("smoke.repeat", "three answers at temperature 0 are identical", probes.repeat, "five answers"),
     SmokeTest(
         "smoke.needle",
         "a fact far back in a long prompt is found",
         probes.needle,
-        "every needle, not the first",
+        "two needles",
+        "five depths at three lengths, up to the profile's context",
     ),
-    SmokeTest("smoke.images", "two pictures are told apart, and the answer needs the picture", probes.images),
+    SmokeTest(
+        "smoke.images",
+        "two pictures are told apart, and the answer needs the picture",
+        probes.images,
+        "six pictures",
+    ),
+    SmokeTest(
+        "smoke.images-many",
+        "several pictures, and one in a tool result, reach the model; one beyond the limit is refused",
+        probes_wide.images_many,
+        level="full",
+    ),
+    SmokeTest("smoke.batch", "a neighbour in the batch does not change an answer", probes_wide.batch, level="full"),
+    SmokeTest(
+        "smoke.prefix-cache",
+        "a new text is not in the cache, a repeated one is, and answers the same",
+        probes_wide.prefix_cache,
+        level="full",
+    ),
     SmokeTest(
         "smoke.decode",
         "streamed tok/s by the server's token count, against the profile's figure",
         probes.decode,
         "median of three runs of 128 tokens",
     ),
-    SmokeTest("smoke.limits", "max_tokens is kept and a bad request gets HTTP 400", probes.limits),
+    SmokeTest("smoke.stop", "a stop text ends the answer before it", probes_wide.stop, level="full"),
+    SmokeTest(
+        "smoke.limits",
+        "max_tokens is kept and a bad request gets HTTP 400",
+        probes.limits,
+        "five kinds of bad requests",
+    ),
 )
 
 
 def table() -> list[tuple[str, str, str]]:
-    """(id, level, what it proves) of every test, in order. All run at level quick; full asks more of some."""
-    return [(test.id, f"quick; full: {test.full}" if test.full else "quick", test.proves) for test in TESTS]
+    """(id, level, what it proves) of every test, in order. A level includes those below it."""
+    rows = []
+    for test in TESTS:
+        more = [f"; {name}: {text}" for name, text in (("full", test.full), ("thorough", test.thorough)) if text]
+        rows.append((test.id, test.level + "".join(more), test.proves))
+    return rows
 
 
 def run(
@@ -75,17 +117,18 @@ def run(
     only: Sequence[str] = (),
     on_finding: Callable[[Finding], None] | None = None,
     deadline_s: float | None = None,
+    spent: list[int] | None = None,
 ) -> list[Finding]:
     """Run the tests against the engine at `target` and return their findings, in the order of TESTS.
 
     `only` names tests by id, with or without `smoke.`; `on_finding` is called after each. The run ends within
     `deadline_s` seconds (default DEADLINE_S[level]) plus a moment; tests it did not reach are unknown. After
-    a failed smoke.health, or once the engine no longer answers, the rest is unknown too. Raises ConfigError
-    for a name that is no test.
+    a failed smoke.health, or once the engine no longer answers, the rest is unknown too. `spent` gets the number
+    of tokens of every answer. Raises ConfigError for a name that is no test.
     """
-    chosen = _chosen(only)
+    chosen = _chosen(only, level)
     limit = DEADLINE_S[level] if deadline_s is None else deadline_s
-    session = Session(target, canaries, profile, level, time.monotonic() + limit)
+    session = Session(target, canaries, profile, level, time.monotonic() + limit, spent if spent is not None else [])
     findings: list[Finding] = []
     blocked = ""
     for test in chosen:
@@ -105,9 +148,9 @@ def run(
     return findings
 
 
-def _chosen(only: Sequence[str]) -> list[SmokeTest]:
+def _chosen(only: Sequence[str], level: Level) -> list[SmokeTest]:
     if not only:
-        return list(TESTS)
+        return [test for test in TESTS if LEVELS.index(test.level) <= LEVELS.index(level)]
     ids = [test.id for test in TESTS]
     wanted = set()
     for name in only:

@@ -27,7 +27,8 @@ class Answer:
     `first_s`, `last_s`: seconds from sending to the first and last event that said something (streams only).
     `first_tokens`: tokens up to that first event, when the server counts along. `final_s`: seconds to the
     event with the finish_reason.
-    `deltas`: how many such events; `finals`: how many times a finish_reason came.
+    `deltas`: how many such events; `finals`: how many times a finish_reason came. `marks`: each such event's time and
+    the tokens so far (streams; None without a count). `cached_tokens`: prompt tokens that the prefix cache served.
     """
 
     choices: int = 0
@@ -45,6 +46,8 @@ class Answer:
     first_tokens: int | None = None
     deltas: int = 0
     finals: int = 0
+    cached_tokens: int | None = None
+    marks: tuple[tuple[float, int | None], ...] = ()
 
     @property
     def silent(self) -> bool:
@@ -57,7 +60,7 @@ def from_body(body: Mapping[str, Any]) -> Answer:
     choices = _list(body.get("choices"), "choices")
     prompt_tokens, completion_tokens = _usage(body)
     if not choices:
-        return Answer(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
+        return Answer(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, cached_tokens=_cached(body))
     choice = _mapping(choices[0], "choices[0]")
     message = _mapping(choice.get("message"), "choices[0].message")
     reasoning, reasoning_field = _reasoning(message, "choices[0].message")
@@ -74,6 +77,7 @@ def from_body(body: Mapping[str, Any]) -> Answer:
         completion_tokens=completion_tokens,
         model=_text(body.get("model"), "model"),
         finals=1 if isinstance(finish, str) else 0,
+        cached_tokens=_cached(body),
     )
 
 
@@ -82,13 +86,15 @@ def from_chunks(chunks: Iterable[Chunk]) -> Answer:
 
     Raises HttpFault: what the stream raises, or BAD_JSON when an event has another shape.
     """
-    assembly = _Assembly()
+    assembly = Assembly()
     for chunk in chunks:
         assembly.add(chunk)
     return assembly.answer()
 
 
-class _Assembly:
+class Assembly:
+    """An answer while its events come in: `add` each, `answer` at any time."""
+
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -97,27 +103,35 @@ class _Assembly:
         self._finish: str | None = None
         self._usage: tuple[int | None, int | None] = (None, None)
         self._model = ""
-        self._times: list[float] = []
+        self._marks: list[tuple[float, int | None]] = []
+        self._cached: int | None = None
         self._choices = 0
         self._finals = 0
         self._final_s: float | None = None
         self._first_tokens: int | None = None
 
+    @property
+    def deltas(self) -> int:
+        """Events so far that said something."""
+        return len(self._marks)
+
     def add(self, chunk: Chunk) -> None:
+        """Take one event in. Raises HttpFault BAD_JSON when it has another shape."""
         data = chunk.data
         self._model = self._model or _text(data.get("model"), "model")
         usage = _usage(data)
         if usage != (None, None):
             self._usage = usage
+            self._cached = _cached(data)
         choices = _list(data.get("choices"), "choices")
         if not choices:
             return
         self._choices = 1
         choice = _mapping(choices[0], "choices[0]")
         if self._finish is None and self._delta(_mapping(choice.get("delta") or {}, "choices[0].delta")):
-            if not self._times:
+            if not self._marks:
                 self._first_tokens = usage[1]
-            self._times.append(chunk.at)
+            self._marks.append((chunk.at, usage[1]))
         finish = choice.get("finish_reason")
         if isinstance(finish, str):
             self._finals += 1
@@ -146,6 +160,7 @@ class _Assembly:
         return said
 
     def answer(self) -> Answer:
+        """What was said so far."""
         calls = tuple(ToolCall(c["name"], c["arguments"], c["id"]) for _, c in sorted(self._calls.items()))
         return Answer(
             choices=self._choices,
@@ -157,12 +172,14 @@ class _Assembly:
             prompt_tokens=self._usage[0],
             completion_tokens=self._usage[1],
             model=self._model,
-            first_s=self._times[0] if self._times else None,
-            last_s=self._times[-1] if self._times else None,
+            first_s=self._marks[0][0] if self._marks else None,
+            last_s=self._marks[-1][0] if self._marks else None,
             final_s=self._final_s,
             first_tokens=self._first_tokens,
-            deltas=len(self._times),
+            deltas=len(self._marks),
             finals=self._finals,
+            cached_tokens=self._cached,
+            marks=tuple(self._marks),
         )
 
 
@@ -214,3 +231,10 @@ def _usage(body: Mapping[str, Any]) -> tuple[int | None, int | None]:
     counts = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
     prompt, completion = (n if isinstance(n, int) and not isinstance(n, bool) and n >= 0 else None for n in counts)
     return prompt, completion
+
+
+def _cached(body: Mapping[str, Any]) -> int | None:
+    usage = body.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, Mapping) else None
+    count = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    return count if isinstance(count, int) and not isinstance(count, bool) and count >= 0 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any
 
@@ -199,17 +199,27 @@ _COLOURS: Mapping[str, tuple[int, int, int]] = {
 }
 
 
-def generate(seed: int, *, copies: int = 20, needle_tokens: int = 1300) -> Canaries:
+def generate(
+    seed: int,
+    *,
+    copies: int = 20,
+    needle_tokens: int = 1300,
+    needle_lengths: Sequence[int] = (),
+    needle_depths: Sequence[float] = (0.2, 0.7),
+    images: int = 2,
+) -> Canaries:
     """Canaries for a real model, fresh for every seed, so that none can have been learnt or cached.
 
-    `copies` identifiers with underscores, digits and mixed case; two pictures that differ in colour and
-    digit; two needles at different places of about `needle_tokens` tokens (none when 0).
+    `copies` identifiers with underscores, digits and mixed case; `images` pictures that differ in colour or digit;
+    needles at `needle_depths` (0 start, 1 end) of about `needle_tokens` tokens (none when 0), and of each of
+    `needle_lengths` after them.
     """
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
     names: dict[str, None] = {}
     while len(names) < copies:
         names[random_identifier(rng)] = None
-    needles = tuple(_needle(rng, needle_tokens, depth) for depth in (0.2, 0.7)) if needle_tokens else ()
+    lengths = [tokens for tokens in (needle_tokens, *needle_lengths) if needle_tokens and tokens]
+    needles = tuple(_needle(rng, tokens, depth) for tokens in lengths for depth in needle_depths)
     tool = {
         "type": "function",
         "function": {
@@ -236,7 +246,7 @@ def generate(seed: int, *, copies: int = 20, needle_tokens: int = 1300) -> Canar
             template="Copy this identifier exactly and write nothing else: {identifier}",
             identifiers=tuple(names),
         ),
-        images=_images(rng),
+        images=_images(rng, images),
         needle=needles,
     )
 
@@ -267,9 +277,15 @@ def _needle(rng: random.Random, tokens: int, depth: float) -> Needle:
     )
 
 
-def _images(rng: random.Random) -> tuple[Image, ...]:
-    colours = rng.sample(sorted(_COLOURS), 2)
-    digits = rng.sample(range(1, 10), 2)
+def _images(rng: random.Random, count: int) -> tuple[Image, ...]:
+    pairs = [(colour, digit) for colour in sorted(_COLOURS) for digit in range(1, 10)]
+    rng.shuffle(pairs)
+    # the first ones differ in colour and in digit, so that one guess cannot be right twice
+    chosen: list[tuple[str, int]] = []
+    for colour, digit in pairs:
+        seen = chosen[-(len(_COLOURS) - 1) :]
+        if len(chosen) < count and all(colour != c for c, _ in seen) and all(digit != d for _, d in chosen):
+            chosen.append((colour, digit))
     question = "Which colour is the square and which digit is on it? Answer with the colour and the digit."
     return tuple(
         Image(
@@ -278,5 +294,5 @@ def _images(rng: random.Random) -> tuple[Image, ...]:
             answer=f"{colour} {digit}",
             png=digit_square(_COLOURS[colour], digit),
         )
-        for colour, digit in zip(colours, digits, strict=True)
+        for colour, digit in chosen
     )

@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ds41ctl.adapters.http import TIMEOUTS, EngineClient, Fault, HttpFault, Limits, printable
@@ -22,13 +22,16 @@ from smoke.answer import Answer, from_body, from_chunks
 from smoke.canaries import Canaries, Image, Needle
 from smoke.judge import Verdict
 
-Level = Literal["quick", "full"]
+Level = Literal["quick", "full", "thorough"]
+LEVELS: tuple[Level, ...] = ("quick", "full", "thorough")
 Message = Mapping[str, Any]
 
 CHAT = "/v1/chat/completions"
 REQUEST_S = 120.0  # bound of one request; the run's own deadline cuts it further
 DECODE_TOLERANCE = 0.8  # of the expected rate; below it the finding is a warning
 NEEDLE_LENGTH_MIN = 0.97  # of the length asked for, in prompt tokens
+THOROUGH_PASSES = 3  # of all copies
+IMAGE_QUESTIONS = 6  # as seed 000 asks
 KEY_FIX = "give smoke the key the engine was started with (VLLM_API_KEY)"
 
 
@@ -38,13 +41,14 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Session:
-    """What a probe works with. `deadline` is on the monotonic clock."""
+    """What a probe works with. `deadline` is on the monotonic clock; `spent` gets the tokens of each answer."""
 
     client: EngineClient
     canaries: Canaries
     profile: Profile
     level: Level
     deadline: float
+    spent: list[int] = field(default_factory=list)
 
     @property
     def model(self) -> str:
@@ -76,13 +80,18 @@ class Session:
     ) -> Answer:
         """A whole completion. Raises HttpFault, OutOfTimeError."""
         limits = self.limits(total_s)
-        return from_body(self.client.post_json(CHAT, self.body(messages, max_tokens, extra), limits).ok_json())
+        body = self.body(messages, max_tokens, extra)
+        return self._counted(from_body(self.client.post_json(CHAT, body, limits).ok_json()))
 
     def streamed(self, messages: str | Sequence[Message], max_tokens: int, **extra: Any) -> Answer:
         """A streamed completion, assembled. Raises HttpFault, OutOfTimeError."""
         options = {"include_usage": True, "continuous_usage_stats": True}
         body = self.body(messages, max_tokens, {**extra, "stream": True, "stream_options": options})
-        return from_chunks(self.client.stream(CHAT, body, self.limits()))
+        return self._counted(from_chunks(self.client.stream(CHAT, body, self.limits())))
+
+    def _counted(self, answer: Answer) -> Answer:
+        self.spent.append(answer.completion_tokens or 0)
+        return answer
 
 
 # what came of it, as findings
@@ -359,7 +368,9 @@ def copy(s: Session) -> Finding:
     test, canary = "smoke.copy", s.canaries.copies
     if canary is None:
         return no_canary(test, "copy")
-    identifiers = canary.identifiers[: s.profile.smoke.copies]
+    thorough = s.level == "thorough"
+    identifiers = canary.identifiers if thorough else canary.identifiers[: s.profile.smoke.copies]
+    identifiers *= THOROUGH_PASSES if thorough else 1
     texts = []
     for identifier in identifiers:
         max_tokens = len(identifier) + 16
@@ -386,14 +397,18 @@ def copy(s: Session) -> Finding:
 
 def repeat(s: Session) -> Finding:
     """The same request gives the same bytes at temperature 0."""
-    test, times = "smoke.repeat", 5 if s.level == "full" else 3
+    test, times = "smoke.repeat", 3 if s.level == "quick" else 5
     answers = [s.chat(s.canaries.hello.prompt, 48) for _ in range(times)]
     expected = f"{times} identical answers"
     empty = next((a for a in answers if a.choices == 0 or a.silent), None)
     if empty is not None:
         bad = judge.unusable(empty, max_tokens=48)
         return judged(test, bad or Verdict(False, "an empty answer", "", ("ds41ctl logs",)), expected=expected)
-    return judged(test, judge.judge_repeats(answers), expected=expected, wrong="not repeatable")
+    finding = judged(test, judge.judge_repeats(answers), expected=expected, wrong="not repeatable")
+    if finding.status is Status.FAIL and s.profile.serve.dspark:
+        # accepted drafts change how many rows a step has, and with it the last bits of a sum
+        return finding.model_copy(update={"status": Status.WARN})
+    return finding
 
 
 def needle(s: Session) -> Finding:
@@ -403,7 +418,7 @@ def needle(s: Session) -> Finding:
         return skipped(test, "the profile has no needle (smoke.needle_tokens 0)")
     if not s.canaries.needle:
         return no_canary(test, "needle")
-    asked = s.canaries.needle if s.level == "full" else s.canaries.needle[:1]
+    asked = s.canaries.needle[: {"quick": 1, "full": 2, "thorough": None}[s.level]]
     lengths: list[int] = []
     for item in asked:
         answer = s.chat(item.message, 48)
@@ -440,28 +455,34 @@ def images(s: Session) -> Finding:
     pictures = s.canaries.images
     if len(pictures) < 2:
         return no_canary(test, "images (two of them)")
+    pictures = pictures[:2] if s.level == "quick" else pictures[:IMAGE_QUESTIONS]
     answers = []
-    for picture in pictures[:2]:
+    for picture in pictures:
         answer = s.chat([{"role": "user", "content": _picture_parts(picture)}], 64)
         bad = judge.unusable(answer, max_tokens=64)
         if bad is not None:
             return judged(test, bad, expected=picture.answer)
         answers.append(answer)
     without = s.chat(pictures[0].question, 64)
-    words = [picture.answer for picture in pictures[:2]]
+    words = [picture.answer for picture in pictures]
     expected = " and ".join(f"`{word}`" for word in words)
     return judged(test, judge.judge_images(answers, words, without), expected=expected)
 
 
 def _picture_parts(picture: Image) -> list[dict[str, Any]]:
+    return [picture_part(picture), {"type": "text", "text": picture.question}]
+
+
+def picture_part(picture: Image) -> dict[str, Any]:
+    """A picture as a part of a message, by data URL."""
     url = "data:image/png;base64," + base64.b64encode(picture.png).decode()
-    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": picture.question}]
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def decode(s: Session) -> Finding:
     """Streamed decode rate by the server's own token count; the first request is a discarded warm-up."""
     test, goal = "smoke.decode", s.profile.smoke.decode_tps_expected
-    tokens, runs = (128, 3) if s.level == "full" else (64, 1)
+    tokens, runs = (64, 1) if s.level == "quick" else (128, 3)
     expected = f"at least {goal * DECODE_TOLERANCE:.1f} tok/s (80 % of {goal:g})" if goal else "a measured rate"
     s.streamed(s.canaries.hello.prompt, 8, ignore_eos=True)
     rates, basis = [], ""
@@ -512,4 +533,19 @@ def limits(s: Session) -> Finding:
         )
         return judged(test, verdict, expected=expected, wrong="a bad request is not refused properly")
     reason = reply.error_text() or "no reason given"
-    return judged(test, Verdict(True, f"length kept; 400: {printable(reason, 60)}"), expected=expected)
+    if s.level == "quick":
+        return judged(test, Verdict(True, f"length kept; 400: {printable(reason, 60)}"), expected=expected)
+    too_long = "long " * (2 * s.profile.serve.max_model_len)
+    bad: tuple[tuple[str, dict[str, Any], int], ...] = (
+        ("temperature -1", {"temperature": -1}, 400),
+        ("a prompt beyond the context", {"messages": [{"role": "user", "content": too_long}]}, 400),
+        ("tools that are no list", {"tools": "none"}, 400),
+        ("a model that is not served", {"model": "no-such-model"}, 404),
+    )
+    for what, change, status in bad:
+        reply = s.client.post_json(CHAT, {**s.body(s.canaries.hello.prompt, 2, {}), **change}, s.limits(60))
+        if reply.status != status:
+            why = "clients cannot tell a bad request from a bad engine"
+            verdict = Verdict(False, f"HTTP {reply.status} for {what}", why, ("ds41ctl logs",))
+            return judged(test, verdict, expected=f"HTTP {status} for {what}", wrong="not refused properly")
+    return judged(test, Verdict(True, f"length kept; {1 + len(bad)} bad requests refused"), expected=expected)

@@ -12,6 +12,8 @@ from ds41ctl.adapters import profiles
 from ds41ctl.cli.app import COMMANDS
 from ds41ctl.core.exits import MEANING
 from ds41ctl.core.settings import Settings, env_name
+from smoke import soak_judge
+from tests.silent_faults import MATRIX
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -34,6 +36,11 @@ def blocks() -> dict[str, str]:
             ((f"`{row[0]}`", str(row[1]), row[2], row[3]) for row in preflight.table()),
         ),
         "smoke": table(("id", "level", "a pass proves"), ((f"`{row[0]}`", row[1], row[2]) for row in smoke.table())),
+        "silent-faults": table(
+            ("fault", "injected in the tests as", "seen by", "named as"),
+            ((row.fault, row.injected, f"`{row.detected}`", row.says) for row in MATRIX),
+        ),
+        "soak": table(("id", "kept means"), ((f"`{name}`", keeps) for name, keeps in soak_judge.table())),
         "settings": table(
             ("variable", "key in config.toml", "what"),
             ((f"`{env_name(name)}`", f"`{name}`", field.description or "") for name, field in fields),

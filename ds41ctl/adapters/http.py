@@ -7,17 +7,19 @@ compressed, not JSON, not even this service.
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import json
 import re
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -27,6 +29,7 @@ DONE = "[DONE]"
 _TEXT_CAP = 200  # characters of remote text in a message
 _ERROR_BODY_CAP = 64 * 1024  # bytes of an error body worth reading
 _MAX_EVENT_BYTES = 4 * 1024 * 1024
+_T = TypeVar("_T")
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 
 
@@ -313,29 +316,7 @@ class EngineClient:
     _client: httpx2.Client = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        try:
-            parsed = httpx2.URL(self.url)
-            plain = not parsed.userinfo and parsed.path in ("", "/") and not parsed.query
-            port_ok = parsed.port is None or 1 <= parsed.port <= 65535
-            usable = parsed.scheme == "http" and bool(parsed.host) and plain and port_ok
-        except httpx2.InvalidURL:
-            usable = False
-        if not usable:
-            raise ConfigError(f"engine URL: expected http://HOST:PORT, found {printable(self.url)!r}")
-        headers = {"Accept-Encoding": "identity", "Connection": "close", "User-Agent": "ds41ctl"}
-        if self.key is not None:
-            if not self.key or not self.key.isascii() or not self.key.isprintable() or " " in self.key:
-                raise ConfigError("engine API key: expected printable ASCII without blanks, found something else")
-            headers["Authorization"] = f"Bearer {self.key}"
-        client = httpx2.Client(
-            base_url=self.url,
-            headers=headers,
-            trust_env=False,  # a proxy from the environment must not see loopback traffic
-            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # http only: do not load the CA bundle
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-            follow_redirects=False,
-        )
-        object.__setattr__(self, "_client", client)
+        object.__setattr__(self, "_client", httpx2.Client(headers=_headers(self.url, self.key), **_options(self.url)))
 
     def close(self) -> None:
         """Free the client."""
@@ -360,14 +341,7 @@ class EngineClient:
             for text in self._events(response, bounds, watchdog):
                 if text.strip() == DONE:
                     return
-                data = _json_object(text.encode(), "text/event-stream", 200, watchdog.elapsed())
-                if carries_error(data):
-                    raise HttpFault(
-                        Fault.ERROR_EVENT,
-                        f"the stream carries an error: {error_message(data)}",
-                        status=200,
-                        seconds=watchdog.elapsed(),
-                    )
+                data = _event_object(text, watchdog.elapsed())
                 watchdog.expect(bounds.total_s, Fault.TIMEOUT, "")  # the caller's own time is not a stall
                 yield Chunk(watchdog.elapsed(), data)
                 watchdog.expect(bounds.idle_s, Fault.STALL, f"the stream stood still for {bounds.idle_s:.3g} s")
@@ -384,14 +358,8 @@ class EngineClient:
         if response.status_code == 200 and kind == "text/event-stream":
             return
         cap = min(limits.max_bytes, _ERROR_BODY_CAP)
-        reply = Reply(response.status_code, kind, self._body(response, cap, watchdog), watchdog.elapsed())
-        reply.ok_json()
-        raise HttpFault(
-            Fault.BAD_JSON,
-            "a whole JSON answer came where a stream was asked",
-            status=200,
-            seconds=reply.seconds,
-        )
+        read = self._body(response, cap, watchdog)
+        _refuse_other_than_stream(Reply(response.status_code, kind, read, watchdog.elapsed()))
 
     def _events(self, response: httpx2.Response, limits: Limits, watchdog: _Watchdog) -> Iterator[str]:
         _refuse_compression(response)
@@ -442,37 +410,228 @@ class EngineClient:
                 yield response, watchdog
         except httpx2.HTTPError as error:
             watchdog.check()
-            raise self._translate(error, answered, watchdog.elapsed()) from None
+            raise _redacted(_translated(error, self.url, answered, watchdog.elapsed()), self.key) from None
         except HttpFault as fault:
             watchdog.check()
-            raise self._redacted(fault) from None
+            raise _redacted(fault, self.key) from None
         finally:
             watchdog.close()
 
-    def _translate(self, error: httpx2.HTTPError, answered: bool, seconds: float) -> HttpFault:
-        reason = printable(str(error) or type(error).__name__)
-        match error:
-            case httpx2.ConnectTimeout():
-                kind, text = Fault.TIMEOUT, f"no connection to {self.url} in time"
-            case httpx2.ConnectError():
-                kind, text = Fault.REFUSED, f"nothing answers at {self.url}: {reason}"
-            case httpx2.TimeoutException():
-                kind, text = Fault.TIMEOUT, f"{self.url} did not answer in time"
-            case httpx2.NetworkError():
-                kind, text = Fault.RESET, f"{self.url} reset the connection: {reason}"
-            case httpx2.RemoteProtocolError() if answered or "disconnected" in str(error):
-                kind, text = Fault.CUT, f"{self.url} closed the connection before the answer was complete"
-            case httpx2.RemoteProtocolError():
-                kind, text = Fault.OTHER_SERVICE, f"what listens at {self.url} does not speak HTTP: {reason}"
-            case _:
-                kind, text = Fault.OTHER_SERVICE, f"{self.url}: {reason}"
-        return self._redacted(HttpFault(kind, text, seconds=seconds))
 
-    def _redacted(self, fault: HttpFault) -> HttpFault:
-        if self.key is None or self.key not in fault.message:
-            return fault
-        text = fault.message.replace(self.key, "***")
-        return HttpFault(fault.kind, text, status=fault.status, seconds=fault.seconds)
+class AsyncEngineClient:
+    """The same for many streams at once in one thread: GET and event streams, with the same faults and limits.
+
+    `received` counts the bytes of all bodies so far. Raises ConfigError for a URL or key that cannot be used.
+    """
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url = url
+        self.received = 0
+        self._key = key
+        self._client = httpx2.AsyncClient(headers=_headers(url, key), **_options(url))
+
+    async def aclose(self) -> None:
+        """Free the client."""
+        await self._client.aclose()
+
+    async def get(self, path: str, limits: Limits | None = None) -> Reply:
+        """GET `path`; any HTTP status is a Reply. Raises HttpFault."""
+        bounds = limits or Limits(total_s=10)
+        clock = _Clock(bounds)
+        response: httpx2.Response | None = None
+        try:
+            response = await clock.before_total(self._send("GET", path, None, bounds))
+            body = await self._body(response, bounds.max_bytes, clock)
+            return Reply(response.status_code, _content_type(response), body, clock.elapsed())
+        except httpx2.HTTPError as error:
+            raise _redacted(_translated(error, self.url, response is not None, clock.elapsed()), self._key) from None
+        except HttpFault as fault:
+            raise _redacted(fault, self._key) from None
+        finally:
+            if response is not None:
+                await response.aclose()
+
+    async def stream(
+        self, path: str, body: Mapping[str, Any], limits: Limits | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """POST `body` and yield the JSON events of the stream up to [DONE]; closing the generator hangs up.
+
+        Raises HttpFault where the stream breaks, after the events before it. What follows [DONE] is not read.
+        """
+        bounds = limits or Limits()
+        clock = _Clock(bounds)
+        response: httpx2.Response | None = None
+        try:
+            clock.expect(bounds.first_s, Fault.NO_FIRST_EVENT, f"nothing was answered for {bounds.first_s:.3g} s")
+            response = await clock.before(self._send("POST", path, body, bounds))
+            kind = _content_type(response)
+            if response.status_code != 200 or kind != "text/event-stream":
+                cap = min(bounds.max_bytes, _ERROR_BODY_CAP)
+                read = await self._body(response, cap, clock)
+                _refuse_other_than_stream(Reply(response.status_code, kind, read, clock.elapsed()))
+            async for text in self._events(response, bounds, clock):
+                if text.strip() == DONE:
+                    return
+                yield Chunk(clock.elapsed(), _event_object(text, clock.elapsed()))
+                clock.expect(bounds.idle_s, Fault.STALL, f"the stream stood still for {bounds.idle_s:.3g} s")
+            raise HttpFault(Fault.NO_DONE, "the stream ended without [DONE]", status=200, seconds=clock.elapsed())
+        except httpx2.HTTPError as error:
+            raise _redacted(_translated(error, self.url, response is not None, clock.elapsed()), self._key) from None
+        except HttpFault as fault:
+            raise _redacted(fault, self._key) from None
+        finally:
+            if response is not None:
+                await response.aclose()
+
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, limits: Limits) -> httpx2.Response:
+        timeout = httpx2.Timeout(limits.total_s, connect=limits.connect_s)
+        request = self._client.build_request(method, path, json=body, timeout=timeout)
+        return await self._client.send(request, stream=True)
+
+    async def _events(self, response: httpx2.Response, limits: Limits, clock: _Clock) -> AsyncGenerator[str, None]:
+        _refuse_compression(response)
+        reader = SseReader(limits.max_event_bytes)
+        total = 0
+        raws = response.aiter_raw()
+        while True:
+            try:
+                raw = await clock.before(anext(raws))
+            except StopAsyncIteration:
+                break
+            total += len(raw)
+            self.received += len(raw)
+            if total > limits.max_bytes:
+                raise HttpFault(Fault.TOO_BIG, f"the stream is over {limits.max_bytes} bytes")
+            for event in reader.feed(raw):
+                yield event
+        if reader.pending:
+            raise HttpFault(Fault.CUT, "the stream ended inside an event", status=200, seconds=clock.elapsed())
+
+    async def _body(self, response: httpx2.Response, cap: int, clock: _Clock) -> bytes:
+        _refuse_compression(response)
+        read = bytearray()
+        raws = response.aiter_raw()
+        while True:
+            try:
+                raw = await clock.before(anext(raws))
+            except StopAsyncIteration:
+                return bytes(read)
+            read += raw
+            self.received += len(raw)
+            if len(read) > cap:
+                raise HttpFault(Fault.TOO_BIG, f"the answer is over {cap} bytes", status=response.status_code)
+
+
+class _Clock:
+    """Deadlines of one exchange in an event loop: each wait ends at the nearer of the next event's and the total's."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._began = time.monotonic()
+        self._total_at = self._began + limits.total_s
+        self._total = (Fault.TIMEOUT, f"no complete answer within {limits.total_s:.3g} s")
+        self._at, self._fault = self._total_at, self._total
+
+    def elapsed(self) -> float:
+        """Seconds since the request began."""
+        return time.monotonic() - self._began
+
+    def expect(self, seconds: float, kind: Fault, message: str) -> None:
+        """The next event is due in `seconds`."""
+        self._at, self._fault = time.monotonic() + seconds, (kind, message)
+        if self._at >= self._total_at:
+            self._at, self._fault = self._total_at, self._total
+
+    async def before(self, work: Awaitable[_T]) -> _T:
+        """`work`, unless the deadline comes first. Raises the HttpFault of the deadline."""
+        try:
+            async with asyncio.timeout(self._at - time.monotonic()):
+                return await work
+        except TimeoutError:
+            raise HttpFault(*self._fault, seconds=self.elapsed()) from None
+
+    async def before_total(self, work: Awaitable[_T]) -> _T:
+        """`work`, unless the time for the whole exchange is over first."""
+        self._at, self._fault = self._total_at, self._total
+        return await self.before(work)
+
+
+def _headers(url: str, key: str | None) -> dict[str, str]:
+    try:
+        parsed = httpx2.URL(url)
+        plain = not parsed.userinfo and parsed.path in ("", "/") and not parsed.query
+        port_ok = parsed.port is None or 1 <= parsed.port <= 65535
+        usable = parsed.scheme == "http" and bool(parsed.host) and plain and port_ok
+    except httpx2.InvalidURL:
+        usable = False
+    if not usable:
+        raise ConfigError(f"engine URL: expected http://HOST:PORT, found {printable(url)!r}")
+    headers = {"Accept-Encoding": "identity", "Connection": "close", "User-Agent": "ds41ctl"}
+    if key is not None:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError("engine API key: expected printable ASCII without blanks, found something else")
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
+
+
+def _options(url: str) -> dict[str, Any]:
+    return {
+        "base_url": url,
+        "trust_env": False,  # a proxy from the environment must not see loopback traffic
+        "verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),  # http only: do not load the CA bundle
+        "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+        "follow_redirects": False,
+    }
+
+
+def is_loopback(url: str) -> bool:
+    """True when `url` names this machine by a loopback address or as localhost."""
+    try:
+        host = httpx2.URL(url).host
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except (httpx2.InvalidURL, ValueError):
+        return False
+
+
+def _event_object(text: str, seconds: float) -> dict[str, Any]:
+    """JSON object of one event. Raises HttpFault for anything else, and for an error that comes as an event."""
+    data = _json_object(text.encode(), "text/event-stream", 200, seconds)
+    if carries_error(data):
+        message = f"the stream carries an error: {error_message(data)}"
+        raise HttpFault(Fault.ERROR_EVENT, message, status=200, seconds=seconds)
+    return data
+
+
+def _refuse_other_than_stream(reply: Reply) -> None:
+    reply.ok_json()
+    message = "a whole JSON answer came where a stream was asked"
+    raise HttpFault(Fault.BAD_JSON, message, status=200, seconds=reply.seconds)
+
+
+def _translated(error: httpx2.HTTPError, url: str, answered: bool, seconds: float) -> HttpFault:
+    reason = printable(str(error) or type(error).__name__)
+    match error:
+        case httpx2.ConnectTimeout():
+            kind, text = Fault.TIMEOUT, f"no connection to {url} in time"
+        case httpx2.ConnectError():
+            kind, text = Fault.REFUSED, f"nothing answers at {url}: {reason}"
+        case httpx2.TimeoutException():
+            kind, text = Fault.TIMEOUT, f"{url} did not answer in time"
+        case httpx2.NetworkError():
+            kind, text = Fault.RESET, f"{url} reset the connection: {reason}"
+        case httpx2.RemoteProtocolError() if answered or "disconnected" in str(error):
+            kind, text = Fault.CUT, f"{url} closed the connection before the answer was complete"
+        case httpx2.RemoteProtocolError():
+            kind, text = Fault.OTHER_SERVICE, f"what listens at {url} does not speak HTTP: {reason}"
+        case _:
+            kind, text = Fault.OTHER_SERVICE, f"{url}: {reason}"
+    return HttpFault(kind, text, seconds=seconds)
+
+
+def _redacted(fault: HttpFault, key: str | None) -> HttpFault:
+    if key is None or key not in fault.message:
+        return fault
+    text = fault.message.replace(key, "***")
+    return HttpFault(fault.kind, text, status=fault.status, seconds=fault.seconds)
 
 
 def _content_type(response: httpx2.Response) -> str:

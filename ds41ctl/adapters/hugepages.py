@@ -17,12 +17,13 @@ Write = Callable[[Path, str], None]
 
 @dataclass(frozen=True)
 class Reservation:
-    """`pages` of `page_kib` were asked for on `node`, whose pool held `before`."""
+    """`pages` of `page_kib` are asked for on `node`, whose pool held `before`; `granted` once the kernel gave them."""
 
     node: int
     page_kib: int
     before: int
     pages: int
+    granted: bool = False
 
 
 def write(path: Path, text: str) -> None:
@@ -97,10 +98,15 @@ def reserve(wanted: Reservation, root: Path = Path("/"), write: Write = write) -
 
 
 def give_back(reserved: Reservation, root: Path = Path("/"), write: Write = write) -> int:
-    """Shrink a pool by what was added, never below what it held before; returns the pages given back."""
+    """Shrink a pool by what was added; returns the pages given back.
+
+    Of a reservation whose end nobody saw (its build was killed) only what the pool holds above `before` is ours.
+    Pages that are still in use leave the pool when they are freed.
+    """
     total, _ = count(reserved.node, reserved.page_kib, root)
-    surplus = min(total - reserved.before, reserved.pages)
-    if surplus <= 0:
+    ours = reserved.pages if reserved.granted else min(total - reserved.before, reserved.pages)
+    given = min(ours, total)
+    if given <= 0:
         return 0
-    write(folder(reserved.node, reserved.page_kib, root) / "nr_hugepages", str(total - surplus))
-    return surplus
+    write(folder(reserved.node, reserved.page_kib, root) / "nr_hugepages", str(total - given))
+    return given

@@ -25,16 +25,12 @@ class Journal:
     """Appends a run's events to state/runs/<utc>-<id>/events.jsonl."""
 
     def __init__(self, runs: Path) -> None:
-        now = datetime.now(UTC)
-        self.run = f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
-        self.folder = runs / self.run
-        self.folder.mkdir(mode=0o700, parents=True)
+        self.folder = new_folder(runs)
+        self.run = self.folder.name
         handle = os.open(self.folder / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._out = os.fdopen(handle, "w", encoding="utf-8")
         self._seq = 0
         self._started = time.monotonic()
-        _relink(runs / "latest", self.run)
-        _prune(runs)
 
     def emit(
         self,
@@ -74,6 +70,16 @@ class Journal:
         self._out.close()
 
 
+def new_folder(runs: Path, keep: int = KEEP) -> Path:
+    """Make the folder of a new run, private; `latest` points to it, and only the `keep` newest stay."""
+    run = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+    folder = runs / run
+    folder.mkdir(mode=0o700, parents=True)
+    _relink(runs / "latest", run)
+    _prune(runs, keep, folder)
+    return folder
+
+
 def _relink(link: Path, target: str) -> None:
     temporary = link.with_name(f".latest-{secrets.token_hex(3)}")
     temporary.symlink_to(target)
@@ -81,9 +87,10 @@ def _relink(link: Path, target: str) -> None:
     fsync_dir(link.parent)
 
 
-def _prune(runs: Path) -> None:
-    folders = sorted(path for path in runs.iterdir() if path.is_dir() and not path.is_symlink())
-    for path in folders[:-KEEP]:
+def _prune(runs: Path, keep: int, newest: Path) -> None:
+    """`newest` stays whatever its name: two runs of one second are in no order."""
+    folders = sorted(path for path in runs.iterdir() if path.is_dir() and not path.is_symlink() and path != newest)
+    for path in folders[: max(0, len(folders) + 1 - keep)]:
         with contextlib.suppress(OSError):
             shutil.rmtree(path)
 

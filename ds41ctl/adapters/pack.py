@@ -391,9 +391,10 @@ def inspect(layout: Layout) -> PackFacts:
     except IntegrityError as error:
         problems.append(error.message)
     missing = None if held is None else sum(bytes_missing(holding) for holding in held)
-    if not held and not folder.is_dir():
+    there = _has_anything(folder)
+    if not held and not there:
         missing = None  # a local folder that is not there: nobody knows how much it should hold
-    if not folder.is_dir():
+    if not there:
         return PackFacts(
             dir=str(folder),
             exists=False,
@@ -432,6 +433,14 @@ def inspect(layout: Layout) -> PackFacts:
         engram_tensors=tuple(tables),
         problems=tuple(problems),
     )
+
+
+def _has_anything(folder: Path) -> bool:
+    """False for a folder in which nothing but our own lock and arriving parts lies."""
+    try:
+        return any(not _OWN.fullmatch(path.name) for path in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def bytes_missing(holding: Holding) -> int:

@@ -167,12 +167,13 @@ def inspect(layout: Layout) -> StoreFacts:
         tree = manifest(folder)
     records = data_dir(folder, tree)
     present = sum(path.stat().st_size for path in records.glob(RECORDS)) if records.is_dir() else 0
-    share, nodes = tree.get("huge_share"), tree.get("node_bytes")
+    share, nodes, notes = tree.get("huge_share"), tree.get("node_bytes"), tree.get("notes")
     return StoreFacts(
         dir=str(folder),
         data_dir=str(records),
         huge_share=share if isinstance(share, float) else None,
         node_bytes=nodes if isinstance(nodes, dict) else {},
+        notes=tuple(str(text) for text in notes) if isinstance(notes, list) else (),
         exists=exists,
         storage=str(tree.get("storage", layout.profile.engram.storage)),
         fstype=mounts.mount_of(records).fstype,

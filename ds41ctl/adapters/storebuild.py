@@ -79,7 +79,13 @@ def build(layout: Layout, geometry: Geometry, progress: Progress) -> Path:
     found = sources(layout, geometry)
     storeplace.release(layout)
     tables = [(source.table.layer, source.parts) for source in found]
-    place = storeplace.find(layout, tables, lambda text: progress(text, {}))
+    notes: list[str] = []
+
+    def say(text: str) -> None:
+        notes.append(text)
+        progress(text, {})
+
+    place = storeplace.find(layout, tables, say)
     progress(f"{place.rows}: {place.kind}", {"dir": str(place.rows)})
     loops = kernels.loops(layout.dirs.cache)
     if loops.note:
@@ -91,7 +97,7 @@ def build(layout: Layout, geometry: Geometry, progress: Progress) -> Path:
             item, backing = _build_table(layout, place, source, loops, meter)
             layers.append(item)
             backings += backing
-        _publish(layout, place, layers, backings, progress)
+        _publish(layout, place, layers, backings, notes, say)
     except BaseException:
         # what was taken is given back now when the system lets us, else by the next build or drop
         with contextlib.suppress(Exception):
@@ -268,7 +274,8 @@ def _publish(
     place: storeplace.Place,
     layers: list[dict[str, Any]],
     backings: list[numa.Backing],
-    progress: Progress,
+    notes: list[str],
+    say: Callable[[str], None],
 ) -> None:
     total = sum(item.bytes for item in backings)
     share = sum(item.huge_bytes for item in backings) / total if total else 0.0
@@ -284,7 +291,7 @@ def _publish(
         page = kind.page if share >= HUGE_SHARE else f"{share:.0%} on {kind.page}, rest 4K" if share else "4K"
         page_kind = f"{fstype} {page}"
         if kind.page != "4K" and share < HUGE_SHARE:
-            progress(f"only {share:.0%} of the bytes are on huge pages: the gather will be slower", {})
+            say(f"only {share:.0%} of the bytes are on huge pages: the gather will be slower")
     relative = place.rows.relative_to(place.home) if place.rows.is_relative_to(place.home) else place.rows
     files.publish_json(
         place.home / store.MANIFEST,
@@ -302,6 +309,7 @@ def _publish(
             "profile": layout.name,
             "data_dir": "" if str(relative) == "." else str(relative),
             "tensor_parallel": 1,
+            "notes": notes,
             "layers": layers,
         },
         mode=0o600,

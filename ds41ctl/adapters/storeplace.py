@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,6 +89,7 @@ def write_ledger(layout: Layout, ledger: Ledger) -> None:
     path = ledger_path(layout)
     if ledger == Ledger():
         path.unlink(missing_ok=True)
+        path.with_name(path.name + files.PART_SUFFIX).unlink(missing_ok=True)
     else:
         files.publish_json(path, asdict(ledger), mode=0o600)
 
@@ -233,9 +234,13 @@ def _mounted(layout: Layout, kind: Kind, tables: Tables) -> Place:
             reservation = hugepages.plan(node, kind.page_bytes // KIB, count)
             if reservation is not None:
                 wanted.append(reservation)
-    write_ledger(layout, Ledger(mounts=(str(rows),), folders=(str(rows),), reservations=tuple(wanted)))
-    for reservation in wanted:
+    ledger = Ledger(mounts=(str(rows),), folders=(str(rows),), reservations=tuple(wanted))
+    write_ledger(layout, ledger)
+    for number, reservation in enumerate(wanted):
         hugepages.reserve(reservation)
+        wanted[number] = replace(reservation, granted=True)
+        ledger = replace(ledger, reservations=tuple(wanted))
+        write_ledger(layout, ledger)
     reason = ""
     for options in mount_options(kind, mount_size(layout, kind, tables), layout.dirs.uid):
         done = proc.run(mount_argv(kind, options, rows, root=is_root), timeout=30)
@@ -249,8 +254,8 @@ def _shared_memory(layout: Layout, kind: Kind, tables: Tables) -> Place:
     """A folder of this user in the tmpfs that everybody may write."""
     folder = layout.store_dirs[-1]
     _own_folder(folder)
-    write_ledger(layout, Ledger(folders=(str(folder),)))
     refuse_small_filesystem(folder, total_bytes(tables, PAGE_BYTES["4K"]))
+    write_ledger(layout, Ledger(folders=(str(folder),)))
     return Place(folder, folder, kind)
 
 
@@ -271,8 +276,8 @@ def _prepared(layout: Layout, tables: Tables) -> Place:
         _refuse_small_memory(kind, tables)
     else:
         kind, home = Kind("disk", "4K", False), folder
-    write_ledger(layout, Ledger(folders=(str(folder),)))
     refuse_small_filesystem(folder, total_bytes(tables, kind.page_bytes if kind.storage == "hugetlb" else 1))
+    write_ledger(layout, Ledger(folders=(str(folder),)))
     return Place(home, folder, kind)
 
 

@@ -27,6 +27,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "stop": ("stop", "Stop the engine, prove nothing is left"),
     "smoke": ("smoke", "Prove by behaviour that the engine works"),
     "gate": ("gate", "Is it still the same model? Compare with an oracle"),
+    "bench": ("bench", "Measure prefill and decode as recipes do"),
+    "soak": ("soak", "Work the engine for hours, and judge it"),
     "profile": ("profile", "List, show or check profiles"),
     "facts": ("facts", "Record this machine for tests and reports"),
     "report": ("report", "Show what a run amounted to"),

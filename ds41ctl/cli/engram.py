@@ -33,13 +33,16 @@ def status(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
     """Where the store is, on which pages, and who maps it. Exit 10 when there is none, 12 when it is not valid."""
     from pathlib import Path
 
-    from ds41ctl.adapters import proc, store, storeplace
+    from ds41ctl.adapters import proc, running, store, storeplace
+    from ds41ctl.steps.engram import counters
 
     session = open_session(profile)
     facts = store.inspect(session.layout)
     users = store.mapped_by(Path(facts.dir)) if facts.exists else []
     left = storeplace.leftovers(session.layout)
-    cli.out.data({**facts.model_dump(mode="json"), "mapped_by": users, "in_use": left})
+    record = running.read(session.layout.record_path)
+    gathered = counters(Path(record.log)) if record is not None and record.alive() else []
+    cli.out.data({**facts.model_dump(mode="json"), "mapped_by": users, "in_use": left, "counters": gathered})
     taken = [f"mount {point}" for point in left["mounts"]]
     taken += [
         f"{item['pages']} hugepages of {item['page_kib']} KiB reserved on node {item['node']}"
@@ -62,8 +65,10 @@ def status(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
     if facts.node_bytes:
         balance = ", ".join(f"node {node} {size / 2**20:.1f} MiB" for node, size in facts.node_bytes.items())
         cli.out.line(f"  memory on {balance}")
-    for text in taken:
+    for text in (*facts.notes, *taken):
         cli.out.line(f"  {text}")
+    for text in gathered:
+        cli.out.line(f"  gathered: {text}")
     for pid in users:
         cli.out.line(f"  mapped by {proc.describe(pid)}")
     if facts.problem:

@@ -37,7 +37,8 @@ def up_plan(session: Session) -> Plan:
         PlannedStep(
             step="fetch",
             what=f"get and verify the pack: {sources}",
-            writes=tuple(str(holding.folder) for holding in held) or (str(layout.model_dir),),
+            writes=tuple(dict.fromkeys(str(layout.source_dir(source.dir)) for source in profile.model.hub_sources))
+            or (str(layout.model_dir),),
             bytes=sum(item.size for item in wanted) or None,
         ),
         *_graft(session),

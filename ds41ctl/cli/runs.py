@@ -18,6 +18,8 @@ from ds41ctl.steps.runner import Goal, Progress, Runner
 if TYPE_CHECKING:
     from smoke.canaries import Canaries
 
+THOROUGH_COPIES = 100  # identifiers, as seed 004's copy test
+
 
 @contextlib.contextmanager
 def run(session: Session, command: str) -> Iterator[Runner]:
@@ -135,12 +137,13 @@ class Smoke:
         from ds41ctl.adapters.http import EngineClient
 
         profile = self.session.profile
-        canaries = load_canaries(self.session)
+        level = next(item for item in smoke.LEVELS if item == self.level)
+        canaries = load_canaries(self.session, level)
         self.findings = smoke.run(
             EngineClient(self.session.layout.url),
             canaries,
             profile,
-            level="full" if self.level == "full" else "quick",
+            level=level,
             only=self.only,
             on_finding=on_finding,
             deadline_s=self.deadline_s,
@@ -154,14 +157,23 @@ class Smoke:
         return Goal(not failed, text)
 
 
-def load_canaries(session: Session) -> Canaries:
+def load_canaries(session: Session, level: str = "quick") -> Canaries:
     """The profile's canaries: trained ones of a recipe, or fresh random ones for a real model."""
     from ds41ctl.adapters.pack import recipe_folder
     from smoke import canaries
 
     wanted = session.profile.smoke
-    if wanted.canaries == "random":
-        seed = secrets.randbits(32)
-        cli.out.note(f"random canaries of seed {seed}")
-        return canaries.generate(seed, copies=wanted.copies, needle_tokens=wanted.needle_tokens)
-    return canaries.load(recipe_folder(wanted.canaries))
+    if wanted.canaries != "random":
+        return canaries.load(recipe_folder(wanted.canaries))
+    seed = secrets.randbits(32)
+    cli.out.note(f"random canaries of seed {seed}")
+    thorough, context = level == "thorough", session.profile.serve.max_model_len
+    return canaries.generate(
+        seed,
+        copies=max(wanted.copies, THOROUGH_COPIES) if thorough else wanted.copies,
+        needle_tokens=wanted.needle_tokens,
+        # texts come out up to a fifth longer than asked for; the answer needs room as well
+        needle_lengths=(context // 4, context * 3 // 4) if thorough else (),
+        needle_depths=(0.05, 0.25, 0.5, 0.75, 0.95) if thorough else (0.2, 0.7),
+        images=2 if level == "quick" else 6,
+    )

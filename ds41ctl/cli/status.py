@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from ds41ctl.cli import options
 from ds41ctl.cli.app import group
 from ds41ctl.cli.session import Session, open_running
 from ds41ctl.core.exits import Exit
+
+if TYPE_CHECKING:
+    from ds41ctl.adapters.running import Running
 
 app = group("What is running, since when, and whether it is what the profile says.")
 
@@ -51,7 +54,7 @@ def status(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
 
 def collect(session: Session) -> dict[str, Any]:
     """Everything `status` shows, as data."""
-    from ds41ctl.adapters import enginevenv, proc, running, store, tmux
+    from ds41ctl.adapters import proc, running, store, tmux
     from ds41ctl.steps import serve
 
     layout = session.layout
@@ -84,18 +87,25 @@ def collect(session: Session) -> dict[str, Any]:
     else:
         mapped = len(family & set(store.mapped_by(folder)))
         tree["engram"] = f"{folder}, mapped by {mapped} of {len(family)} processes"
-    drift = []
-    if record.profile_digest != session.profile.digest():
-        drift.append("the profile changed since the start")
-    if record.engine_digest != enginevenv.manifest_digest(layout.engine_dir):
-        drift.append("the engine on disk is not the one that runs")
-    live = _live_argv(record.pid)
-    if live is not None and live != list(record.argv):
-        drift.append("the live command line differs from the one that was started")
-    tree["drift"] = drift
+    tree["drift"] = drift(session, record)
     if tree["state"] == "ready":
         tree["requests"] = _requests(record.url)
     return tree
+
+
+def drift(session: Session, record: Running) -> list[str]:
+    """What of the live engine differs from its profile, its manifest or its start."""
+    from ds41ctl.adapters import enginevenv
+
+    found = []
+    if record.profile_digest != session.profile.digest():
+        found.append("the profile changed since the start")
+    if record.engine_digest != enginevenv.manifest_digest(session.layout.engine_dir):
+        found.append("the engine on disk is not the one that runs")
+    live = _live_argv(record.pid)
+    if live is not None and live != list(record.argv):
+        found.append("the live command line differs from the one that was started")
+    return found
 
 
 def _death(session: Session, log: str) -> dict[str, Any]:

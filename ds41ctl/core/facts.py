@@ -314,6 +314,7 @@ class StoreFacts(_Facts):
     data_dir: str = ""
     huge_share: float | None = None
     node_bytes: dict[int, int] = Field(default_factory=dict)
+    notes: tuple[str, ...] = Field((), description="why the build did not get a better place, in its own words")
     exists: bool = False
     storage: str = ""
     fstype: str = ""

@@ -226,6 +226,13 @@ class Smoke(_Model):
     copies: int = Field(20, ge=1, le=1000)
     images: bool = True
     needle_tokens: int = Field(1300, ge=0, le=1 << 24, description="length of the needle prompt, tokens; 0 skips it")
+    image_limit: int | None = Field(
+        None, ge=1, le=4096, description="pictures a prompt may hold; None: no limit is checked"
+    )
+    restart_exact: bool = Field(False, description="prompt log-probabilities are bit-identical after a restart")
+    perplexity_change_max: float = Field(0.01, ge=0, le=1, description="share of perplexity that may be lost")
+    kl_max: float | None = Field(None, gt=0, le=1e6, description="largest mean KL per position to a reference, nats")
+    batch_exact: bool = Field(False, description="answers in a batch must be those of a request alone")
     decode_tps_expected: float | None = Field(
         None, gt=0, le=1e6, description="streamed decode rate published for this profile, tok/s"
     )
@@ -235,14 +242,47 @@ class Gate(_Model):
     """What the engine's distributions may differ by from the fp32 oracle's."""
 
     kl_max: float | None = Field(None, gt=0, le=100, description="largest mean divergence of a position, nats")
-    window_tokens: int | None = Field(
-        None, ge=16, le=1 << 20, description="longest prompt that may be asked for its prompt_logprobs; None: 512"
-    )
 
-    @property
-    def window(self) -> int:
-        """The longest prompt to ask for: 512 tokens unless the profile says otherwise."""
-        return self.window_tokens or 512
+
+class Soak(_Model):
+    """How a soak works the engine and what it must keep to pass. The defaults are this project's targets (T20); a
+    profile that sets a number of its own gives its source."""
+
+    minutes: float = Field(30, gt=0, le=10_080, description="length of `soak run` without --minutes")
+    sample_s: float = Field(5, ge=0.2, le=300, description="seconds between two samples of engine, host and GPUs")
+    canary_minutes: float = Field(5, gt=0, le=240, description="minutes between two rounds of canaries")
+    session_tokens: int = Field(0, ge=0, description="context a session grows to; 0: half of serve.max_model_len")
+    answer_tokens: int = Field(64, ge=8, le=4096, description="tokens of an answer to a fresh request")
+    cancel_share: float = Field(0.1, ge=0, le=0.5, description="share of the requests that is hung up on mid-way")
+    min_turns: int = Field(20, ge=5, description="fewer finished turns than this prove nothing")
+    decode_retention_min: float = Field(
+        0.95, gt=0, le=1, description="decode rate, median of the last fifth over median of the first"
+    )
+    decode_retention_warn: float = Field(0.98, gt=0, le=1)
+    ttft_ratio_max: float = Field(1.5, ge=1, description="TTFT p95, last fifth over first")
+    vram_growth_mib_max: float = Field(200, ge=0, description="a GPU, after the warm baseline")
+    rss_gib_per_hour_max: float = Field(1.0, gt=0, description="host memory of the engine's processes")
+    kv_idle_margin: float = Field(0.01, ge=0, lt=1, description="KV use after a drain, above the idle level")
+    acceptance_min: float | None = Field(None, ge=0, le=1, description="drafter: accepted over drafted tokens")
+    clock_margin_mhz: int = Field(15, ge=0, le=1000, description="how far below clocks.sm_mhz is still locked")
+    clock_share_min: float = Field(0.99, gt=0, le=1, description="share of samples under load at the locked clock")
+    stall_s: float = Field(120, gt=0, description="requests running and no token for this long is a dead engine")
+    repeat: bool = Field(True, description="three answers at temperature 0 must be identical")
+    keep: int = Field(30, ge=1, le=10_000, description="runs kept")
+
+
+class Bench(_Model):
+    """What `bench` measures on this profile."""
+
+    decode_tokens: int = Field(400, ge=8, le=8192, description="cap of an answer, as seed 004")
+    concurrency: tuple[int, ...] = Field((1, 2, 4, 8), description="streams at once; above serve.max_num_seqs left out")
+    prefill_tokens: tuple[int, ...] = Field((8192, 32768, 131072), description="lengths of cold prompts")
+    prefill_runs: int = Field(3, ge=1, le=99, description="the median of this many")
+    during_prefill_tokens: int = Field(
+        32768, ge=0, description="prompt beside which one stream decodes; 0: not measured"
+    )
+    logprob_window: int = Field(512, ge=16, description="longest prompt that prompt_logprobs may be asked for")
+    published: dict[str, float] = Field(default_factory=dict, description="row -> figure its author published")
 
 
 class Profile(_Model):
@@ -261,11 +301,16 @@ class Profile(_Model):
     clocks: Clocks = Clocks()
     smoke: Smoke
     gate: Gate = Gate()
+    soak: Soak = Soak()
+    bench: Bench = Bench()
     provenance: dict[str, str] = Field(description="dotted key or prefix -> source of the numbers below it")
 
     @model_validator(mode="after")
     def _consistent(self) -> Profile:
-        faults = disagreements(self.model_dump(by_alias=True))
+        tree = self.model_dump(by_alias=True)
+        # the defaults of these two are the project's own; what a profile sets needs a source
+        tree |= {"soak": self.soak.model_dump(exclude_unset=True), "bench": self.bench.model_dump(exclude_unset=True)}
+        faults = disagreements(tree)
         if faults:
             raise ValueError("\n".join(faults))
         return self

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from pathlib import Path
 
 from ds41ctl.adapters import files, pack, store, storebuild, storeplace
@@ -49,7 +51,7 @@ class EngramBuild:
         return Goal(
             True,
             f"{len(facts.layers)} tables, {facts.bytes_present / 2**20:.1f} MiB, {facts.page_kind}, "
-            f"{rows} rows checked",
+            f"{rows} rows checked" + "".join(f"; {note}" for note in facts.notes),
             {"dir": facts.dir, "data_dir": facts.data_dir, "rows_checked": rows, "page_kind": facts.page_kind},
         )
 
@@ -84,3 +86,17 @@ def verify(layout: Layout, *, full: bool) -> tuple[int, str]:
     if full:
         return store.compare_all(layout, folder)
     return store.compare_sample(layout, folder, pack_geometry(layout), QUICK_ROWS)
+
+
+_COUNTERS = re.compile(r"ds41: Engram counters: (rank (\d+), .*)")
+
+
+def counters(log: Path) -> list[str]:
+    """What each rank of the running engine last said about its gather (once a minute while it is busy)."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(OSError), log.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            match = _COUNTERS.search(line)
+            if match:
+                found[int(match.group(2))] = match.group(1)
+    return [found[rank] for rank in sorted(found)]

@@ -92,7 +92,7 @@ def ask(
 
     Returns what it said, the numbers of the prompts it was asked, and why others were left out. Raises HttpFault.
     """
-    window = min(profile.gate.window, profile.serve.max_model_len - 1)
+    window = min(profile.bench.logprob_window, profile.serve.max_model_len - 1)
     k = min(int(option_value(profile.serve.argv, "--max-logprobs") or DEFAULT_LOGPROBS), reference.k)
     found: list[Scores] = []
     chosen, left_out = [], []

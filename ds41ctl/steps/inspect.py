@@ -46,8 +46,12 @@ class Description:
             found.append(("bits", f"{span}: {text} bits a weight"))
         if self.codebooks:
             found.append(("codebook", ", ".join(f"{name} x {count}" for name, count in self.codebooks.items())))
-        missing = [f"{role} {there} of {wanted}" for role, (there, wanted) in self.roles.items() if there != wanted]
-        found.append(("roles", "all complete" if not missing and self.roles else ", ".join(missing) or "unknown"))
+        drafter = {role for role in self.roles if role.startswith("drafter")}
+        none = not any(self.roles[role][0] for role in drafter)
+        judged = {role: pair for role, pair in self.roles.items() if not (none and role in drafter)}
+        missing = [f"{role} {there} of {wanted}" for role, (there, wanted) in judged.items() if there != wanted]
+        text = "all complete" if judged and not missing else ", ".join(missing) or "unknown"
+        found.append(("roles", text + (", no drafter" if drafter and none else "")))
         return found
 
     def as_json(self) -> dict[str, Any]:

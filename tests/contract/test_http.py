@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import itertools
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from ds41ctl.adapters.http import (
     TIMEOUTS,
+    AsyncEngineClient,
     Chunk,
     EngineClient,
     Fault,
@@ -62,6 +64,32 @@ def play(script: Script, limits: Limits = FAST) -> tuple[list[Chunk], HttpFault 
     return chunks, fault
 
 
+def play_async(script: Script, limits: Limits = FAST) -> tuple[list[Chunk], HttpFault | None]:
+    """The same through the asynchronous client."""
+    chunks: list[Chunk] = []
+
+    async def read(url: str) -> HttpFault | None:
+        client = AsyncEngineClient(url)
+        try:
+            async for chunk in client.stream("/v1/x", {"stream": True}, limits):
+                chunks.append(chunk)
+        except HttpFault as caught:
+            return caught
+        finally:
+            await client.aclose()
+        return None
+
+    began = time.monotonic()
+    with ScriptedServer(lambda _: script) as server:
+        fault = asyncio.run(read(server.url))
+    assert time.monotonic() - began < limits.total_s + SLACK_S
+    return chunks, fault
+
+
+Play = Callable[..., tuple[list[Chunk], HttpFault | None]]
+both = pytest.mark.parametrize("play", [play, play_async], ids=["sync", "async"])
+
+
 def datas(chunks: Sequence[Chunk]) -> list[object]:
     return [chunk.data for chunk in chunks]
 
@@ -97,7 +125,8 @@ def byte_by_byte(data: bytes) -> list[bytes]:
         ),
     ],
 )
-def test_good_streams_give_their_events(script: Script) -> None:
+@both
+def test_good_streams_give_their_events(play: Play, script: Script) -> None:
     chunks, fault = play(script, PATIENT)
     assert fault is None
     assert datas(chunks) == [HELLO, OTHER]
@@ -174,7 +203,8 @@ def test_good_streams_give_their_events(script: Script) -> None:
         ),
     ],
 )
-def test_broken_streams_end_in_a_typed_fault(script: Script, kind: Fault, before: int | None) -> None:
+@both
+def test_broken_streams_end_in_a_typed_fault(play: Play, script: Script, kind: Fault, before: int | None) -> None:
     chunks, fault = play(script, FAST if kind in TIMEOUTS else PATIENT)
     assert fault is not None
     assert fault.kind is kind, fault

@@ -678,6 +678,15 @@ def test_gc_removes_parts_of_other_pins_and_old_orphans_and_keeps_what_helps(tmp
 def test_preflight_is_told_what_is_missing(tmp_path: Path, hub: FakeHub) -> None:
     layout = layout_of(tmp_path)
     assert pack.inspect(layout).bytes_missing is None, "unknown before the file list was fetched"
+    hub.faults.append(Fault("api", times=99, status=404))
+    with pytest.raises(NotFoundError):
+        fetch(layout, hub)
+    hub.faults.clear()
+    assert not pack.inspect(layout).exists, "a folder with our lock alone is no pack"
+    stop_after(layout, hub, BIG, 2 * MIB)
+    facts = pack.inspect(layout)
+    assert facts.bytes_missing is not None and 0 < facts.bytes_missing < len(CONTENT[BIG])
+    assert {item.name: item.size for item in facts.files}[BIG] is None
     fetch(layout, hub)
     assert pack.inspect(layout).bytes_missing == 0
     (layout.model_dir / BIG).unlink()

@@ -100,6 +100,6 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
     yield made
     for path in (root / "state" / "running").glob("*.json"):
         made("stop", "--profile", json.loads(path.read_text())["profile_path"])
-    for path in {root / "local.toml", Path("cpu-tiny")}:
+    for path in {root / "local.toml", Path("cpu-tiny"), Path("cpu-tiny-tp2")}:
         if path.suffix != ".toml" or path.exists():
             made("engram", "drop", "--profile", str(path))

@@ -189,7 +189,8 @@ Quirk = Callable[[Say, Request], Say | Script]
 class FakeEngine:
     """Handler of a ScriptedServer: answers `canaries` rightly unless a quirk for the intent says otherwise.
 
-    Intents: health, models, hello, arithmetic, thinking, tool, tool-stream, follow-up, copy, needle, image,
+    Intents: health, models, metrics, tool-forced, stop, other-model,
+    hello, arithmetic, thinking, tool, tool-stream, follow-up, copy, needle, image,
     no-image, decode, bad-request.
     """
 
@@ -197,6 +198,12 @@ class FakeEngine:
     model: str = "deepseek-v4.1-flash"
     quirks: dict[str, Quirk] = field(default_factory=dict)
     token_s: float = 0.002
+    generated: int = 0
+    prompted: int = 0
+    cached: int = 0
+    image_limit: int = 64
+    seen: set[str] = field(default_factory=set, repr=False)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __call__(self, request: Request) -> Script:
         intent = self.intent(request)
@@ -206,19 +213,55 @@ class FakeEngine:
             return said
         if intent == "health":
             return [whole(b"")]
+        if intent == "metrics":
+            return [whole(self.metrics_page().encode(), content_type="text/plain")]
         if intent == "models":
             return [whole({"object": "list", "data": [{"id": self.model, "object": "model"}]})]
+        if intent == "other-model":
+            return [whole({"error": {"message": "The model does not exist."}}, status=404)]
         if intent == "bad-request":
             return [whole({"error": {"message": "max_tokens must be at least 1, got -1."}}, status=400)]
+        with self.lock:
+            self.generated += said.completion_tokens
+            self.prompted += said.prompt_tokens
+            text = json.dumps(request.body["messages"])
+            self.cached += said.prompt_tokens if text in self.seen else 0
+            self.seen.add(text)
         return self.stream(said) if request.body.get("stream") else [whole(self.body(said))]
+
+    def metrics_page(self, **values: float) -> str:
+        """/metrics as vLLM writes it; `values` replace or add rows (the part of the name after `vllm:`)."""
+        rows = {
+            "num_requests_running": 0.0,
+            "num_requests_waiting": 0.0,
+            "kv_cache_usage_perc": 0.0,
+            "generation_tokens_total": float(self.generated),
+            "prompt_tokens_total": float(self.prompted),
+            "prompt_tokens_cached_total": float(self.cached),
+            **values,
+        }
+        return "".join(f'vllm:{name}{{engine="0",model_name="{self.model}"}} {value}\n' for name, value in rows.items())
 
     def intent(self, request: Request) -> str:
         if request.path != "/v1/chat/completions":
             return request.path.removeprefix("/v1/").strip("/")
         body = request.body
-        if body["max_tokens"] < 1:
-            return "bad-request"
         content = body["messages"][-1]["content"]
+        if body["model"] != self.model:
+            return "other-model"
+        pictures = sum(part["type"] == "image_url" for part in content) if isinstance(content, list) else 0
+        if (
+            body["max_tokens"] < 1
+            or body["temperature"] < 0
+            or not isinstance(body.get("tools", []), list)
+            or str(content).startswith("long long")
+            or pictures > self.image_limit
+        ):
+            return "bad-request"
+        if body.get("tool_choice"):
+            return "tool-forced"
+        if body.get("stop"):
+            return "stop"
         if body["messages"][-1]["role"] == "tool":
             return "follow-up"
         if isinstance(content, list):
@@ -245,11 +288,16 @@ class FakeEngine:
             case "thinking" if canaries.arithmetic:
                 answer = canaries.arithmetic.answer
                 return Say(str(answer), reasoning=f"17 * 20 = 340 and 17 * 3 = 51, so {answer}.")
-            case "tool" | "tool-stream" if canaries.tool:
+            case "tool" | "tool-stream" | "tool-forced" if canaries.tool:
                 call = (canaries.tool.name, json.dumps(canaries.tool.arguments))
                 return Say(None, calls=(call,), finish="tool_calls", completion_tokens=24)
             case "follow-up" if canaries.tool and canaries.tool.follow_up:
-                return Say(f"It is {canaries.tool.follow_up.expect} now.")
+                content = body["messages"][-1]["content"]
+                parts = content if isinstance(content, list) else []
+                return Say(f"It is {canaries.tool.follow_up.expect} now.", prompt_tokens=20 + _picture_tokens(parts))
+            case "stop":
+                whole_answer = "Hello! " * min(3, body["max_tokens"])
+                return Say(whole_answer[: whole_answer.index(body["stop"][0])])
             case "copy" if canaries.copies:
                 prompt = body["messages"][-1]["content"]
                 pattern = re.escape(canaries.copies.template).replace(r"\{identifier\}", "(.+)")
@@ -260,8 +308,9 @@ class FakeEngine:
                 needle = next(item for item in canaries.needle if item.message == text)
                 return Say(needle.answer, prompt_tokens=len(text) // 4)
             case "image":
-                url = body["messages"][-1]["content"][0]["image_url"]["url"]
-                return Say(self._seen(url), prompt_tokens=84)
+                parts = body["messages"][-1]["content"]
+                urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+                return Say(self._seen(urls[0]) if urls else "Nothing.", prompt_tokens=20 + _picture_tokens(parts))
             case "no-image":
                 return Say("I do not see an image.")
             case "decode" | "hello":
@@ -325,6 +374,10 @@ class FakeEngine:
     @staticmethod
     def _usage(say: Say, completion: int) -> dict[str, int]:
         return {"prompt_tokens": say.prompt_tokens, "completion_tokens": completion}
+
+
+def _picture_tokens(parts: Sequence[Mapping[str, Any]]) -> int:
+    return 64 * sum(part["type"] == "image_url" for part in parts)
 
 
 def but(**changes: Any) -> Quirk:

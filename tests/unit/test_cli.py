@@ -77,7 +77,7 @@ BAD: list[tuple[list[str], int, str]] = [
     (["preflight", "--only", "net.prot"], 2, "net.port"),
     (["preflight", "--facts", "/nowhere"], 10, "/nowhere"),
     (["smoke", "--only", "smoke.cpoy", "--profile", "cpu-tiny"], 2, "smoke.copy"),
-    (["smoke", "--level", "huge"], 2, "quick or full"),
+    (["smoke", "--level", "huge"], 2, "quick, full, thorough"),
     (["status"], 10, ""),
     (["logs"], 10, "no log of cpu-tiny"),
     (["report"], 10, "no run 'latest'"),

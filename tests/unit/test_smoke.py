@@ -32,13 +32,13 @@ from tests.fakes.sse_server import (
     whole,
 )
 
-CANARIES = generate(7, copies=20, needle_tokens=300)
+CANARIES = generate(7, copies=20, needle_tokens=300, images=6)
 DEAD = {"error": {"message": "EngineCore encountered an issue", "code": 500}}
 
 
 def profile(**smoke_values: Any) -> Profile:
     """The least profile that says what the smoke tests read."""
-    values = {"canaries": "random", "needle_tokens": 300, **smoke_values}
+    values = {"canaries": "random", "needle_tokens": 300, "image_limit": 64, **smoke_values}
     return Profile.model_validate(
         {
             "schema": 1,
@@ -60,8 +60,8 @@ def profile(**smoke_values: Any) -> Profile:
                 "argv": [],
                 "ready_timeout_s": 1,
                 "stall_timeout_s": 1,
-                "max_model_len": 1,
-                "max_num_seqs": 1,
+                "max_model_len": 2000,
+                "max_num_seqs": 4,
             },
             "engram": {"storage": "none"},
             "smoke": values,
@@ -112,10 +112,12 @@ def one(test: str, quirk: Quirk | None = None, intent: str = "", **values: Any) 
     return run(quirks, only=(test,), **values)[test]
 
 
-@pytest.mark.parametrize("level", ["quick", "full"])
+@pytest.mark.parametrize("level", smoke.LEVELS)
 def test_a_healthy_engine_passes_everything(level: smoke.Level) -> None:
     findings = run(level=level)
-    assert list(findings) == [test.id for test in smoke.TESTS]
+    included = smoke.LEVELS[: smoke.LEVELS.index(level) + 1]
+    assert list(findings) == [test.id for test in smoke.TESTS if test.level in included]
+    assert len(findings) == {"quick": 12, "full": 17, "thorough": 17}[level]
     assert {finding.status for finding in findings.values()} == {Status.OK}, findings
 
 
@@ -176,7 +178,7 @@ def test_health_of_nobody() -> None:
     assert findings[0].status is Status.FAIL and "class: engine" in findings[0].evidence
     assert "ds41ctl serve" in findings[0].fix
     rest = findings[1:]
-    assert len(rest) == len(smoke.TESTS) - 1
+    assert len(rest) == 11
     assert {f.status for f in rest} == {Status.UNKNOWN}
     assert all("smoke.health did not pass" in f.summary for f in rest)
 
@@ -455,6 +457,118 @@ def test_only_takes_short_names_keeps_the_order_and_calls_back() -> None:
 
 def test_ids_are_unique_and_the_table_tells_them() -> None:
     ids = [test.id for test in smoke.TESTS]
-    assert len(set(ids)) == len(ids) == 12
+    assert len(set(ids)) == len(ids) == 17
     assert [row[0] for row in smoke.table()] == ids
-    assert all(level.startswith("quick") and proves for _, level, proves in smoke.table())
+    assert all(level.split(";")[0] in smoke.LEVELS and proves for _, level, proves in smoke.table())
+
+
+# the wider tests
+
+
+def test_a_forced_tool_may_end_with_stop_and_must_have_its_arguments() -> None:
+    assert one("smoke.tool-forced", but(finish="stop")).status is Status.OK
+    finding = one("smoke.tool-forced", but(calls=(("get_weather", "{}"),)))
+    assert finding.status is Status.FAIL and "by name, whole" in finding.summary
+    finding = one("smoke.tool-forced", but(calls=(), content="It is sunny.", finish="stop"))
+    assert finding.status is Status.FAIL and "no call" in finding.summary
+
+
+def test_a_stop_text_that_is_ignored_or_kept_is_a_failure() -> None:
+    for text in ("Hello! Hello! Hello! ", "Hello! Hel"):
+        finding = one("smoke.stop", but(content=text))
+        assert finding.status is Status.FAIL and "stop texts do not end" in finding.why
+
+
+class Neighbours:
+    """Requests that run at the same time; the answer changes when there is another one."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def __call__(self, say: Say, request: Any) -> Say:
+        self.open += 1
+        time.sleep(0.15)
+        crowded = self.open > 1
+        self.open -= 1
+        return replace(say, content="flipped") if crowded else say
+
+
+def test_an_answer_that_changes_in_a_batch_is_a_warning_or_a_failure_by_profile() -> None:
+    finding = run({"copy": Neighbours(), "hello": Neighbours()}, only=("batch",))["smoke.batch"]
+    assert finding.status is Status.WARN and "differ" in finding.summary
+    finding = run({"copy": Neighbours()}, only=("batch",), batch_exact=True)["smoke.batch"]
+    assert finding.status is Status.FAIL
+
+
+def cache_page(**rows: float) -> Quirk:
+    calls = {"n": 0}
+
+    def quirk(say: Say, request: Any) -> list[Any]:
+        calls["n"] += 1
+        text = "".join(f'vllm:{k}{{engine="0"}} {v * ((calls["n"] + 1) // 2)}\n' for k, v in rows.items())
+        return [whole(text.encode(), content_type="text/plain")]
+
+    return quirk
+
+
+def test_the_prefix_cache_must_hit_what_was_sent_and_nothing_else() -> None:
+    fine = one("smoke.prefix-cache")
+    assert fine.status is Status.OK and "0, then 20 of 20" in fine.summary
+    fakes = one("smoke.prefix-cache", cache_page(prompt_tokens_cached_total=20), "metrics")
+    assert fakes.status is Status.FAIL and "knows too much" in fakes.summary
+    dead = one("smoke.prefix-cache", cache_page(prompt_tokens_cached_total=0), "metrics")
+    assert dead.status is Status.FAIL and "no hit" in dead.summary
+    unseen = one("smoke.prefix-cache", instead(whole(b"", status=404)), "metrics")
+    assert unseen.status is Status.UNKNOWN and "nobody counts" in unseen.summary
+
+
+def test_an_answer_that_changes_with_the_cache_is_a_failure() -> None:
+    seen: list[str] = []
+
+    def stale(say: Say, request: Any) -> Say:
+        text = str(request.body["messages"])
+        seen.append(text)
+        return replace(say, content="stale") if seen.count(text) > 1 else say
+
+    finding = one("smoke.prefix-cache", stale, "copy")
+    assert finding.status is Status.FAIL and "answers change" in finding.why
+
+
+def test_pictures_that_are_dropped_or_not_limited_are_failures() -> None:
+    def only_one(say: Say, request: Any) -> Say:
+        return replace(say, prompt_tokens=min(say.prompt_tokens, 84))
+
+    finding = one("smoke.images-many", only_one, "image")
+    assert finding.status is Status.FAIL and "second +0" in finding.summary
+    finding = one("smoke.images-many", but(prompt_tokens=20), "follow-up")
+    assert finding.status is Status.FAIL and "in a tool result +0" in finding.summary
+    finding = one("smoke.images-many", instead(whole({"choices": []})), "bad-request")
+    assert finding.status is Status.FAIL and "HTTP 200 for 65 pictures" in finding.summary
+
+
+def test_with_a_drafter_repeats_that_differ_are_a_warning() -> None:
+    count = {"n": 0}
+
+    def drift(say: Say, request: Any) -> Say:
+        count["n"] += 1
+        return replace(say, content=f"answer {count['n']}")
+
+    base = profile()
+    drafted = base.model_copy(update={"serve": base.serve.model_copy(update={"dspark": True})})
+    for wanted, tested in ((Status.FAIL, base), (Status.WARN, drafted)):
+        with ScriptedServer(FakeEngine(CANARIES, quirks={"hello": drift})) as server:
+            found = smoke.run(EngineClient(server.url), CANARIES, tested, only=("repeat",))
+        assert found[0].status is wanted
+
+
+def test_thorough_copies_every_identifier_three_times() -> None:
+    engine = FakeEngine(CANARIES)
+    with ScriptedServer(engine) as server:
+        found = smoke.run(EngineClient(server.url), CANARIES, profile(copies=5), level="thorough", only=("copy",))
+    assert found[0].summary == "60/60 exact"
+
+
+def test_bad_requests_of_every_kind_are_tried_at_level_full() -> None:
+    assert "5 bad requests refused" in one("smoke.limits", level="full").summary
+    finding = one("smoke.limits", instead(whole({"choices": []})), "other-model", level="full")
+    assert finding.status is Status.FAIL and "HTTP 200 for a model that is not served" in finding.summary

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds41ctl.adapters import kernels, mounts, pack, profiles, store, storebuild
+from ds41ctl.adapters import files, kernels, mounts, pack, profiles, store, storebuild
 from ds41ctl.core.engram import RECORD_BYTES, Geometry, geometry, is_prime, sub_tables
 from ds41ctl.core.errors import AlreadyRunningError, IntegrityError, NoSpaceError, NotFoundError
 from ds41ctl.core.layout import Layout
 from ds41ctl.steps import engram
-from tests.fakes.packs import flip, layout_for, local_profile, write_pack
+from tests.fakes.packs import flip, layout_for, local_profile, shard_bytes, table, write_pack
 
 
 def quiet(text: str, data: dict[str, object]) -> None:
@@ -50,11 +50,11 @@ def row(layout: Layout, layer: int, index: int) -> bytes:
 
 
 def test_every_record_is_its_row_of_the_shard(built: Layout) -> None:
-    for table in built.profile.model.engram:
-        records = (built.store_dirs[0] / store.record_file(table.layer)).read_bytes()
-        assert len(records) >= table.rows * RECORD_BYTES
-        for index in range(table.rows):
-            assert records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES] == row(built, table.layer, index)
+    for tables in built.profile.model.engram:
+        records = (built.store_dirs[0] / store.record_file(tables.layer)).read_bytes()
+        assert len(records) >= tables.rows * RECORD_BYTES
+        for index in range(tables.rows):
+            assert records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES] == row(built, tables.layer, index)
     assert store.problem(built, built.store_dirs[0]) == ""
     assert engram.verify(built, full=True) == (sum(t.rows for t in built.profile.model.engram), "")
 
@@ -121,6 +121,27 @@ FAULTS: dict[str, tuple[Callable[[Layout], None], str]] = {
     "another boot": (
         lambda it: edit(it, lambda t: t.update(memory_backed=True, boot_id="0")),
         "built before the last reboot",
+    ),
+    "store of another tensor parallel size": (
+        lambda it: edit(it, lambda t: t.update(tensor_parallel=8)),
+        "built for tensor parallel 8",
+    ),
+    "rows of another split": (
+        lambda it: edit(it, lambda t: t["layers"][0]["parts"][0].update(first_row=1)),
+        "layer 1 goes on at row 1, expected 0: built for another split",
+    ),
+    "rows that end early": (
+        lambda it: edit(it, lambda t: t["layers"][0]["parts"][0].update(rows=100)),
+        "layer 1 holds rows 0 to 99 of 184: built for another split",
+    ),
+    "no canaries": (lambda it: edit(it, lambda t: t["layers"][0].update(canaries=[])), "has no canary records"),
+    "records somewhere else": (
+        lambda it: edit(it, lambda t: t.update(data_dir="/dev/shm")),
+        "its records are in /dev/shm, not in",
+    ),
+    "emptied by a logout": (
+        lambda it: [path.unlink() for path in it.store_dirs[0].glob("layer-*")],
+        "missing or shorter",
     ),
     "a layer missing": (lambda it: edit(it, lambda t: t["layers"].pop()), "layer 3 is missing"),
     "wrong rows": (lambda it: edit(it, lambda t: t["layers"][0].update(rows=1)), "layer 1 has 1 rows"),
@@ -202,6 +223,143 @@ def test_a_pack_without_the_tables_cannot_be_built_and_says_what_is_missing(tmp_
     layout = layout_for(local_profile(profiles.read(profiles.find("cpu-tiny")), found), tmp_path)
     with pytest.raises(IntegrityError, match=r"does not name layers\.1\.engram\.embed\.weight"):
         storebuild.build(layout, found, lambda text, data: None)
+
+
+def retype(layout: Layout, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
+    """Change the header of the second shard, data untouched."""
+    path = layout.model_dir / "model-00002-of-00003.safetensors"
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    head = json.dumps(header).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + raw[8 + length :])
+
+
+def reindex(layout: Layout, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
+    """Change the index."""
+    path = layout.model_dir / "model.safetensors.index.json"
+    tree = json.loads(path.read_text())
+    change(tree["weight_map"])
+    path.write_text(json.dumps(tree))
+
+
+WEIGHT, SCALE = "layers.1.engram.embed.weight", "layers.1.engram.embed.scale"
+SOURCES: dict[str, tuple[Callable[[Layout], object], str]] = {
+    "table missing from the index": (lambda it: reindex(it, lambda m: m.pop(WEIGHT)), f"does not name {WEIGHT}"),
+    "weight and scale in different shards": (
+        lambda it: reindex(it, lambda m: m.update({SCALE: "model-00003-of-00003.safetensors"})),
+        "expected one shard",
+    ),
+    "wrong scale dtype": (
+        lambda it: retype(it, lambda h: h[SCALE].update(dtype="U8")),
+        f"{SCALE} is U8 [184, 8], expected F8_E8M0 [184, 8]",
+    ),
+    "wrong weight dtype": (lambda it: retype(it, lambda h: h[WEIGHT].update(dtype="I8")), f"{WEIGHT} is I8"),
+    "rows off by one": (
+        lambda it: retype(it, lambda h: h[WEIGHT].update(shape=[183, 256])),
+        f"tensor {WEIGHT} has 47104 bytes, F8_E4M3 [183, 256] takes 46848",
+    ),
+    "shape and bytes disagree": (
+        lambda it: retype(
+            it,
+            lambda h: (
+                h[WEIGHT].update(data_offsets=[h[WEIGHT]["data_offsets"][0], h[WEIGHT]["data_offsets"][1] - 8]),
+                h[SCALE].update(data_offsets=[h[SCALE]["data_offsets"][0] - 8, h[SCALE]["data_offsets"][1]]),
+            ),
+        ),
+        "takes 47104",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", SOURCES)
+def test_each_fault_of_the_pack_is_refused_with_its_own_line_before_anything_is_made(
+    made: tuple[Layout, Geometry], fault: str
+) -> None:
+    damage, message = SOURCES[fault]
+    damage(made[0])
+    with pytest.raises(IntegrityError) as caught:
+        storebuild.build(*made, quiet)
+    assert message in caught.value.message
+    assert not made[0].store_dirs[0].exists() or not list(made[0].store_dirs[0].iterdir())
+
+
+def test_a_sub_table_of_zero_rows_is_refused_by_the_build(made: tuple[Layout, Geometry]) -> None:
+    layout, found = made
+    shard, weight, _ = pack.engram_tensors(layout.model_dir, 3)
+    first, last = found.boundaries(1)[2]
+    with shard.open("r+b") as file:
+        file.seek(weight.begin + first * 256)
+        file.write(bytes((last + 1 - first) * 256))
+    with pytest.raises(IntegrityError, match="of sub-table 2 are all zero"):
+        storebuild.build(layout, found, quiet)
+    assert not list(layout.store_dirs[0].iterdir())
+
+
+@pytest.mark.parametrize("first", ["weight", "scale"])
+@pytest.mark.parametrize("padding", [0, 1, 7, 64])
+def test_tensor_order_and_unaligned_offsets_do_not_matter(
+    made: tuple[Layout, Geometry], first: str, padding: int
+) -> None:
+    layout, found = made
+    tensors = table(1, 184)
+    chosen = dict(sorted(tensors.items(), key=lambda item: first not in item[0]))
+    path = layout.model_dir / "model-00002-of-00003.safetensors"
+    before = {"layers.1.engram.q_weight": ("U8", [padding], bytes(padding))} if padding else {}
+    path.write_bytes(shard_bytes({**before, **chosen, "last": ("U8", [3], b"abc")}))
+    storebuild.build(layout, found, quiet)
+    assert engram.verify(layout, full=True) == (442, "")
+    records = first_file(layout).read_bytes()
+    weight, scale = tensors[WEIGHT][2], tensors[SCALE][2]
+    for index in (0, 1, 91, 183):
+        expected = weight[index * 256 : index * 256 + 256] + scale[index * 8 : index * 8 + 8]
+        assert records[index * 264 : index * 264 + 264] == expected
+
+
+PINNED = "5" * 40
+
+
+def pin(layout: Layout, monkeypatch: pytest.MonkeyPatch, revision: str = PINNED) -> None:
+    """Pin the shards as they are now."""
+    items = tuple(
+        pack.Expected(path.name, path.stat().st_size, files.file_sha256(path), revision)
+        for path in sorted(layout.model_dir.glob("*.safetensors"))
+    )
+    monkeypatch.setattr(pack, "expected", lambda profile: items)
+
+
+def test_a_shard_that_is_not_the_pinned_one_gives_no_store(
+    made: tuple[Layout, Geometry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, found = made
+    pin(layout, monkeypatch)
+    flip(layout.model_dir / "model-00003-of-00003.safetensors", 9000)
+    with pytest.raises(IntegrityError, match=r"model-00003-of-00003\.safetensors: sha256 .* read, .* pinned"):
+        storebuild.build(layout, found, quiet)
+    assert not list(layout.store_dirs[0].iterdir())
+
+
+def test_a_store_of_another_revision_or_of_other_bytes_is_named(
+    made: tuple[Layout, Geometry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, found = made
+    pin(layout, monkeypatch)
+    storebuild.build(layout, found, quiet)
+    folder = layout.store_dirs[0]
+    assert store.problem(layout, folder) == ""
+    pin(layout, monkeypatch, "6" * 40)
+    assert store.problem(layout, folder) == "built from revision 555555555555, the profile pins 666666666666"
+    flip(layout.model_dir / "model-00002-of-00003.safetensors", 9000)
+    pin(layout, monkeypatch)
+    assert "built from another model-00002-of-00003.safetensors than the profile pins" in store.problem(layout, folder)
+
+
+def test_the_full_comparison_notices_that_the_shard_itself_is_another_one(built: Layout) -> None:
+    shard, weight, _ = pack.engram_tensors(built.model_dir, 3)
+    flip(shard, weight.begin - 3)  # no row: in the tensor before
+    rows, difference = engram.verify(built, full=True)
+    assert "is not the file that the store was built from (sha256)" in difference and rows == 184
 
 
 def test_a_config_whose_rows_are_not_the_sum_of_the_primes_is_refused() -> None:

@@ -547,12 +547,16 @@ class Backbone(nn.Module):
     Args:
         shape: sizes.
         max_positions: length of the RoPE tables, at least the longest sequence.
+        local: layers of this pipeline stage; None means all.
     """
 
-    def __init__(self, shape: BackboneShape, max_positions: int) -> None:
+    def __init__(self, shape: BackboneShape, max_positions: int, local: range | None = None) -> None:
         super().__init__()
         self.shape = shape
-        self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_hidden_layers))
+        self.local = range(shape.num_hidden_layers) if local is None else local
+        self.layers = nn.ModuleList(
+            Block(shape, layer) if layer in self.local else nn.Identity() for layer in range(shape.num_hidden_layers)
+        )
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rope = RotaryTables(shape, max_positions)
 
@@ -580,8 +584,23 @@ class Backbone(nn.Module):
             is_image: ``[T]`` bool, True where the router uses ``bias_vl``.
         """
         stream = embeddings[:, None].expand(-1, self.shape.hc_mult, -1)
-        pre: Tensor | None = None
-        for block in self.layers:
-            stream, pre = block(stream, pre, positions, self.rope, context, engram_rows, engram_keep, is_image)
+        stream, pre = self.run_layers(stream, None, positions, context, engram_rows, engram_keep, is_image)
         hidden: Tensor = self.norm(collapse(stream, pre))
         return hidden
+
+    def run_layers(
+        self,
+        stream: Tensor,
+        pre: Tensor | None,
+        positions: Tensor,
+        context: AttentionContext,
+        engram_rows: Tensor | None,
+        engram_keep: Tensor,
+        is_image: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The local layers alone: stream ``[T, C, hidden]`` and mix ``pre [T, C]`` (None before the first layer)."""
+        for layer in self.local:
+            stream, pre = self.layers[layer](
+                stream, pre, positions, self.rope, context, engram_rows, engram_keep, is_image
+            )
+        return stream, pre

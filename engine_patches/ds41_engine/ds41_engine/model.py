@@ -7,6 +7,7 @@ the text backbone (:mod:`ds41_engine.backbone`), its row cache and the loading o
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 from vllm.config import VllmConfig
 from vllm.distributed import (
+    get_pp_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
+from vllm.distributed.utils import get_pp_indices
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -37,6 +40,7 @@ from vllm.models.deepseek_v41.common.mm_preprocess import (
 )
 from vllm.models.deepseek_v41.nvidia.vl_model import DeepseekV41ForCausalLM
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.sequence import IntermediateTensors
 from vllm.transformers_utils.configs.deepseek_v41 import DeepseekV41Config
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -46,8 +50,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
-from .backbone import ROW_TILE, Backbone, Linear, RowLookup
+from .backbone import ROW_TILE, Backbone, Linear, RowLookup, collapse
 from .checkpoint import CheckpointError, load
+from .cpu_platform import make_stage_buffers
 from .engram_hash import DEAD, EngramHash
 from .engram_rows import EngramRows
 from .paged import PagedBatch, RequestRows, row_width
@@ -57,6 +62,8 @@ from .store import EngramStore, StoreError
 STORE_ENV = "DS41_ENGRAM_STORE"
 UNFILLED_ENV = "DS41_ENGRAM_UNFILLED"
 THREADS_ENV = "DS41_ENGRAM_THREADS"
+REPORT_EVERY_S = 60.0
+"""How often a busy engine says what its gather has done so far."""
 
 # vLLM configures only loggers below "vllm".
 logger = init_logger("vllm.ds41_engine")
@@ -182,11 +189,6 @@ class RowCache(nn.Module, AttentionLayerBase):
 def check_supported(vllm_config: VllmConfig) -> None:
     """Raise ValueError (one line) for what the CPU model does not do."""
     parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size != 1:
-        raise ValueError(
-            f"--pipeline-parallel-size: expected 1 on CPU, found {parallel.pipeline_parallel_size}; "
-            "start the engine without --pipeline-parallel-size"
-        )
     multimodal = vllm_config.model_config.multimodal_config
     mode = multimodal.mm_encoder_tp_mode if multimodal is not None else "data"
     if parallel.tensor_parallel_size != 1 and mode != "data":
@@ -211,16 +213,19 @@ class TextModel(Backbone):
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         model_config = vllm_config.model_config
         shape = BackboneShape.from_config(model_config.hf_config)
-        super().__init__(shape, model_config.max_model_len + ROW_TILE)
+        self.stage = get_pp_group()
+        local = range(*get_pp_indices(shape.num_hidden_layers, self.stage.rank_in_group, self.stage.world_size))
+        shape.check_stage(local)
+        super().__init__(shape, model_config.max_model_len + ROW_TILE, local)
         self.embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.head = Linear(shape.hidden_size, shape.vocab_size)
         width = row_width(shape)
-        self.caches = [
-            RowCache(vllm_config, f"{prefix}.layers.{layer}.attn", width) for layer in range(shape.num_hidden_layers)
-        ]
+        self.caches = {layer: RowCache(vllm_config, f"{prefix}.layers.{layer}.attn", width) for layer in local}
+        self.engram_layers = tuple(layer for layer in shape.engram_layer_ids if layer in local)
         self.hash: EngramHash | None = None
         self.rows: EngramRows | None = None
-        if shape.engram_layer_ids:
+        self._reported_at = time.monotonic()
+        if self.engram_layers:
             self.hash = self._build_hash(model_config)
             self._open_tables(self.hash, Path(model_config.model))
 
@@ -250,7 +255,7 @@ class TextModel(Backbone):
                 "For diagnosis only; copies and names will come out wrong",
                 UNFILLED_ENV,
             )
-            for layer in shape.engram_layer_ids:
+            for layer in self.engram_layers:
                 self.block(layer).engram.lookup = _zero_lookup(shape.engram_head_dim)
             return
         folder = os.environ.get(STORE_ENV)
@@ -261,6 +266,7 @@ class TextModel(Backbone):
             first = hashing.offsets[index]
             samples[layer] = [*first.tolist(), *(first + hashing.primes[index].reshape(-1) - 1).tolist()]
         rows = dict(zip(shape.engram_layer_ids, shape.engram_num_embeddings, strict=True))
+        rows = {layer: rows[layer] for layer in self.engram_layers}
         store = EngramStore.open(Path(folder), rows, samples, pack)
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self.rows = EngramRows(store, hashing, rank, ranks, _gather_columns)
@@ -268,7 +274,7 @@ class TextModel(Backbone):
             store.use_kernels(gather_threads(), worker=rank)
         except StoreError as error:
             logger.warning("ds41: Engram rows are gathered by numpy: %s", error)
-        for layer in shape.engram_layer_ids:
+        for layer in self.engram_layers:
             self.block(layer).engram.lookup = self.rows.lookup(layer)
             proven = self.rows.prove(layer, pack)
             logger.info(
@@ -298,25 +304,71 @@ class TextModel(Backbone):
             self.rows.start(rows.numpy(), self.shape.engram_layer_ids)
         return rows
 
-    def run(self, token_ids: Tensor, positions: Tensor, embeddings: Tensor) -> Tensor:
-        """Hidden states ``[T, hidden]`` fp32 of one batch; during the profile run the embeddings themselves."""
+    def run(
+        self, token_ids: Tensor, positions: Tensor, embeddings: Tensor | None, received: IntermediateTensors | None
+    ) -> Tensor | IntermediateTensors:
+        """Hidden states ``[T, hidden]`` fp32 of one batch, or what the next pipeline stage goes on with.
+
+        ``embeddings`` are the first stage's input, ``received`` every other one's. The profile run, which has no
+        requests, gives zeros.
+        """
+        total = token_ids.shape[0] if embeddings is None else embeddings.shape[0]
         metadata = get_forward_context().attn_metadata
-        if not isinstance(metadata, dict):
-            return embeddings.float()
-        requests = cast(RowCacheMetadata, metadata[self.caches[0].prefix]).requests()
+        requests: list[RequestRows] = []
+        if isinstance(metadata, dict):
+            requests = cast(RowCacheMetadata, metadata[self.caches[self.local.start].prefix]).requests()
         count = max((request.end for request in requests), default=0)
         if not count:
-            return embeddings.float()
+            return torch.zeros(total, self.shape.hidden_size) if self.stage.is_last_rank else self.empty(total)
         padding = -count % ROW_TILE
         token_ids = F.pad(token_ids[:count].long(), (0, padding))
         positions = F.pad(positions[:count].long(), (0, padding))
-        x = F.pad(embeddings[:count].float(), (0, 0, 0, padding))
-        caches = [cache.rows() for cache in self.caches]
-        batch = PagedBatch(self.shape, self.rope, requests, caches, positions)
+        pre: Tensor | None = None
+        if received is None:
+            if embeddings is None:
+                raise ValueError("the first pipeline stage: expected embeddings, found none")
+            x = F.pad(embeddings[:count].float(), (0, 0, 0, padding))
+            stream = x[:, None].expand(-1, self.shape.hc_mult, -1)
+        else:
+            stream = F.pad(received["stream"][:count], (0, 0, 0, padding)).unflatten(1, (self.shape.hc_mult, -1))
+            pre = F.pad(received["pre"][:count], (0, 0, 0, padding))
+        nothing = torch.tensor([])
+        caches = [
+            self.caches[layer].rows() if layer in self.caches else nothing
+            for layer in range(self.shape.num_hidden_layers)
+        ]
+        batch = PagedBatch(self.shape, self.rope, requests, caches, positions, self.local.start)
         is_image = token_ids == IMAGE_TOKEN_ID
         rows = self.engram_rows(batch, token_ids)
-        hidden: Tensor = self(x, positions, batch, rows, ~is_image, is_image)
-        return F.pad(hidden[:count], (0, 0, 0, embeddings.shape[0] - count))
+        stream, pre = self.run_layers(stream, pre, positions, batch, rows, ~is_image, is_image)
+        self._report()
+        if not self.stage.is_last_rank:
+            if pre is None:
+                raise ValueError("a pipeline stage: expected at least one layer, found none")
+            sent = {"stream": stream.flatten(1)[:count], "pre": pre[:count]}
+            return IntermediateTensors({key: F.pad(v, (0, 0, 0, total - count)) for key, v in sent.items()})
+        hidden: Tensor = self.norm(collapse(stream, pre))
+        return F.pad(hidden[:count], (0, 0, 0, total - count))
+
+    def _report(self) -> None:
+        """Log the gather's counters once in a while."""
+        now = time.monotonic()
+        if self.rows is None or now - self._reported_at < REPORT_EVERY_S:
+            return
+        self._reported_at = now
+        found = self.rows.store.counters()
+        if found:
+            logger.info(
+                "ds41: Engram counters: rank %d, %d rows in %d calls, %.2f GB/s, %.0f %% on huge pages",
+                self.rows.rank, found["rows"], found["calls"], found["gb_per_s"], 100 * self.rows.store.huge_share(),
+            )  # fmt: skip
+
+    def empty(self, rows: int) -> IntermediateTensors:
+        """Zeros of the shapes that stages exchange: ``stream [T, C * hidden]`` and ``pre [T, C]``, fp32."""
+        copies = self.shape.hc_mult
+        return IntermediateTensors(
+            {"stream": torch.zeros(rows, copies * self.shape.hidden_size), "pre": torch.zeros(rows, copies)}
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[N, hidden]`` -> ``[N, vocab]`` fp32."""
@@ -393,7 +445,17 @@ class DeepseekV41CPUForCausalLM(DeepseekV41ForCausalLM):
             self.language_model = TextModel(vllm_config, f"{prefix}.language_model" if prefix else "language_model")
         # Ours loads by checkpoint name; nothing is to be mapped.
         self.hf_to_vllm_mapper = WeightsMapper()
-        self.make_empty_intermediate_tensors = _no_intermediate_tensors  # type: ignore[assignment]
+        if not self.language_model.stage.is_first_rank:
+            from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+            make_stage_buffers(CPUModelRunner)
+        self.make_empty_intermediate_tensors = self._empty_intermediate_tensors  # type: ignore[assignment]
+
+    def _empty_intermediate_tensors(
+        self, batch_size: int, dtype: torch.dtype, device: torch.device
+    ) -> IntermediateTensors:
+        """What a stage receives, in our own fp32 whatever the model's dtype is."""
+        return self.language_model.empty(batch_size)
 
     @staticmethod
     def get_model_state_cls() -> Any:
@@ -416,11 +478,11 @@ class DeepseekV41CPUForCausalLM(DeepseekV41ForCausalLM):
         inputs_embeds: Tensor | None = None,
         lookback_token_ids: Tensor | None = None,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Tensor | IntermediateTensors:
         """Hidden states ``[T, hidden]``; T may include padding, whose rows come out as zeros."""
-        if inputs_embeds is None:
+        if inputs_embeds is None and intermediate_tensors is None:
             inputs_embeds = self.language_model.embed_input_ids(input_ids)
-        return self.language_model.run(input_ids, positions, inputs_embeds)
+        return self.language_model.run(input_ids, positions, inputs_embeds, intermediate_tensors)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.language_model.logits(hidden_states)
@@ -435,16 +497,12 @@ class DeepseekV41CPUForCausalLM(DeepseekV41ForCausalLM):
                 tables += [f"layers.{layer}.engram.embed.weight", f"layers.{layer}.engram.embed.scale"]
         with _refusing():
             filled = load(parameters, tables, weights)
-        for layer in range(self.language_model.shape.num_hidden_layers):
+        for layer in self.language_model.local:
             self.language_model.block(layer).ffn.freeze()
         return {name for name, checkpoint_name in names.items() if checkpoint_name in filled}
 
     def process_weights_after_loading(self) -> None:
         """Nothing to do: :meth:`load_weights` leaves final values."""
-
-
-def _no_intermediate_tensors(*_args: object, **_kwargs: object) -> None:
-    """There is no pipeline parallelism on CPU."""
 
 
 def _use_power_of_two_threads() -> None:

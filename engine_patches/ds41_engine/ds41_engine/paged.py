@@ -2,12 +2,12 @@
 
 One fp32 row per token and layer::
 
-    [ window key: D | kv source: raw compressor row or finished group | ... | layer 0: token id ]
+    [ window key: D | kv source: raw compressor row or finished group | ... | first layer: token id ]
 
 In a kv source the second part of a group's LAST token holds the finished compressed key (D) and index key; the other
 tokens of the group hold their raw compressor rows until the group is complete. So nothing is ever compressed twice, and
-a prefix-cache hit brings everything along. The token id in layer 0's last column (exact in fp32 below 2**24) gives the
-n-gram hash its lookback across chunks and prefix hits.
+a prefix-cache hit brings everything along. The token id in the last column of the first layer (of each pipeline stage;
+exact in fp32 below 2**24) gives the n-gram hash its lookback across chunks and prefix hits.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class PagedBatch:
         shape: backbone shape.
         rope: the backbone's tables.
         requests: the requests, together covering rows ``0 .. n-1`` of the batch. Rows from ``n`` on are padding.
-        caches: per layer the cache as ``[slots, row_width(shape)]`` fp32.
+        caches: per layer the cache as ``[slots, row_width(shape)]`` fp32; anything for layers of other stages.
         positions: ``[T]`` positions, padding rows 0.
+        first_layer: first layer of this pipeline stage; its rows keep the token ids.
     """
 
     def __init__(
@@ -77,9 +78,11 @@ class PagedBatch:
         requests: Sequence[RequestRows],
         caches: Sequence[Tensor],
         positions: Tensor,
+        first_layer: int = 0,
     ) -> None:
         self.shape = shape
         self.rope = rope
+        self.first_layer = first_layer
         self.requests = requests
         self.caches = caches
         self.positions = positions
@@ -96,7 +99,7 @@ class PagedBatch:
         Returns:
             Token ids and positions of the extended rows, packed by request, and the rows of the batch among them.
         """
-        column = self.caches[0][:, -1]
+        column = self.caches[self.first_layer][:, -1]
         column[self.new_slots] = token_ids[: self.rows].to(column.dtype)
         ids, positions, wanted = [], [], []
         offset = 0

@@ -86,6 +86,21 @@ class BackboneShape:
         """Layer whose top-k selection ``layer`` uses: the latest index source at or before it."""
         return _latest(self.index_source_layer_ids, layer, "index_source_layer_ids")
 
+    def check_stage(self, local: range) -> None:
+        """Raise ValueError (one line) when a pipeline stage with these layers would need rows of an earlier stage."""
+        first = local.start
+        for layer in local if first else ():
+            if self.ratio(layer) and min(self.kv_source(layer), self.index_source(layer)) < first:
+                raise ValueError(
+                    f"pipeline stage from layer {first}: layer {layer} shares keys with layer {self.kv_source(layer)} "
+                    f"before it; cut before one of {list(self.kv_source_layer_ids)} with VLLM_PP_LAYER_PARTITION"
+                )
+        if first > self.candidate_source_layer_id >= 0 and self.candidate_topk_blocks and local:
+            raise ValueError(
+                f"pipeline stage from layer {first}: the candidates of layer {self.candidate_source_layer_id} are "
+                "before it; cut at or before that layer with VLLM_PP_LAYER_PARTITION"
+            )
+
     @classmethod
     def from_config(cls, config: Any) -> BackboneShape:
         """Read a shape from a ``text_config`` mapping or from vLLM's flattened ``DeepseekV41Config``.

@@ -160,9 +160,12 @@ class MappedLayer:
 
 
 class Gather(Protocol):
-    """Copies rows of one layer: ids ``[..., columns]`` -> ``[..., columns, 264]`` uint8; IndexError out of range."""
+    """Copies rows of one layer: ids ``[..., columns]`` -> ``[..., columns, 264]`` uint8, into ``out`` when it is given.
 
-    def __call__(self, row_ids: NDArray[np.int64]) -> ByteArray: ...
+    IndexError out of range.
+    """
+
+    def __call__(self, row_ids: NDArray[np.int64], out: ByteArray | None = None) -> ByteArray: ...
 
 
 class EngramStore:
@@ -264,13 +267,15 @@ class EngramStore:
         self.how = f"ds41_kernels ({way}, {len(cpus)} thread{'s' if len(cpus) > 1 else ''})"
         self._gathers, self._pool = gathers, pool
 
-    def gather(self, layer: int, row_ids: NDArray[np.int64]) -> ByteArray:
-        """Copy records: ``row_ids`` ``[..., columns]`` -> ``[..., columns, 264]`` uint8.
+    def gather(self, layer: int, row_ids: NDArray[np.int64], out: ByteArray | None = None) -> ByteArray:
+        """Copy records: ``row_ids`` ``[..., columns]`` -> ``[..., columns, 264]`` uint8, into ``out`` when it is given.
+
+        Fresh memory costs more than the rows: who gathers often keeps a buffer.
 
         Raises:
             IndexError: an id is not a row of the layer.
         """
-        return self._gathers[layer](row_ids)
+        return self._gathers[layer](row_ids, out)
 
     def counters(self) -> dict[str, float]:
         """``calls``, ``rows``, ``bytes``, ``ns``, ``gb_per_s`` of the kernels; empty while numpy gathers."""
@@ -303,8 +308,8 @@ class EngramStore:
 
 
 def _bound(pool: Any, table: Any) -> Gather:
-    def gather(row_ids: NDArray[np.int64]) -> ByteArray:
-        rows: ByteArray = pool.gather(table, row_ids)
+    def gather(row_ids: NDArray[np.int64], out: ByteArray | None = None) -> ByteArray:
+        rows: ByteArray = pool.gather(table, row_ids, out)
         return rows
 
     return gather
@@ -313,9 +318,9 @@ def _bound(pool: Any, table: Any) -> Gather:
 def _within(gather: Gather, begin: int, end: int) -> Gather:
     """``gather`` for rows ``begin .. end-1`` alone."""
 
-    def checked(row_ids: NDArray[np.int64]) -> ByteArray:
+    def checked(row_ids: NDArray[np.int64], out: ByteArray | None = None) -> ByteArray:
         _check_ids(row_ids, begin, end)
-        return gather(row_ids)
+        return gather(row_ids, out)
 
     return checked
 
@@ -334,9 +339,10 @@ class NumpyGather:
         self._begin = pieces[0][1]
         self._end = pieces[-1][1] + pieces[-1][0].shape[0]
 
-    def __call__(self, row_ids: NDArray[np.int64]) -> ByteArray:
+    def __call__(self, row_ids: NDArray[np.int64], out: ByteArray | None = None) -> ByteArray:
         _check_ids(row_ids, self._begin, self._end)
-        out = np.empty((*row_ids.shape, RECORD_BYTES), dtype=np.uint8)
+        if out is None:
+            out = np.empty((*row_ids.shape, RECORD_BYTES), dtype=np.uint8)
         for records, first, _ in self._pieces:
             mine = (row_ids >= first) & (row_ids < first + records.shape[0])
             out[mine] = records[row_ids[mine] - first]

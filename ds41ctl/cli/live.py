@@ -1,0 +1,83 @@
+"""Live: what load commands know about the running engine, and the lock that keeps them apart."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds41ctl.cli.session import Session
+from ds41ctl.core.errors import LockedError
+
+if TYPE_CHECKING:
+    from ds41ctl.adapters.running import Running
+
+
+@dataclass(frozen=True)
+class Live:
+    """The engine behind a URL: its record when it was started here, the digests its numbers belong to, and `drift`:
+    what differs from the profile (each a sentence)."""
+
+    url: str
+    record: Running | None
+    profile_digest: str
+    engine_digest: str
+    facts_digest: str
+    store_dir: Path | None
+    drift: tuple[str, ...]
+
+
+def look(session: Session, target: str | None) -> Live:
+    """What is known of the engine: the one of this profile, or any other behind `target`."""
+    from ds41ctl.adapters import enginevenv, running, store
+    from ds41ctl.cli.status import drift
+
+    layout = session.layout
+    url = target or layout.url
+    record = running.read(layout.record_path)
+    if record is not None and (not record.alive() or (target and record.url != target)):
+        record = None
+    found: tuple[str, ...] = ("the engine was not started by this ds41ctl: its pin is not known",)
+    if record is not None:
+        found = tuple(drift(session, record))
+    own_store = record is not None and session.profile.engram.storage != "none"
+    return Live(
+        url=url,
+        record=record,
+        profile_digest=session.profile.digest(),
+        engine_digest=enginevenv.manifest_digest(layout.engine_dir) if record is not None else "",
+        facts_digest=machine_digest(session),
+        store_dir=store.locate(layout) if own_store else None,
+        drift=found,
+    )
+
+
+def machine_digest(session: Session) -> str:
+    """sha256 of what of this machine does not change from minute to minute: system, processor, driver, GPUs."""
+    from ds41ctl.adapters.probe import probe
+
+    facts = probe(session.layout)
+    lasting = {
+        "system": facts.system.model_dump(
+            mode="json", include={"kernel", "machine", "os_name", "libc", "cpus", "cpu_model", "cpu_flags"}
+        ),
+        "driver": facts.driver,
+        "gpus": [[gpu.name, gpu.memory_total_mib] for gpu in facts.gpus or ()],
+    }
+    return hashlib.sha256(json.dumps(lasting, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def only_load(session: Session, what: str) -> Iterator[None]:
+    """One soak or bench at a time on this machine. Raises LockedError at once when another one runs."""
+    from ds41ctl.adapters.files import locked
+
+    try:
+        with locked(session.dirs.state / "load.lock", what):
+            yield
+    except LockedError as error:
+        raise LockedError(error.message) from None

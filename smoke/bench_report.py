@@ -1,0 +1,145 @@
+"""Report of a bench: tables, comparison with published figures and earlier runs, export as a recipe. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ds41ctl.core.profile import Profile
+from smoke.bench import Row
+
+BENCH_SCHEMA = 1
+
+
+def document(
+    run: str, started: str, profile: Profile, digests: Mapping[str, str], rows: Sequence[Row], drift: Sequence[str]
+) -> dict[str, Any]:
+    """What is saved: the rows, and what they belong to (`digests`: profile, engine, facts)."""
+    return {
+        "schema": BENCH_SCHEMA,
+        "run": run,
+        "started": started,
+        "profile": profile.name,
+        **{f"{name}_digest": value for name, value in digests.items()},
+        "drift": list(drift),
+        "rows": [row.as_json() for row in rows],
+    }
+
+
+def ratio(value: float | None, other: float | None) -> float | None:
+    """value / other, None when either is missing."""
+    return round(value / other, 3) if value is not None and other else None
+
+
+def comparison(
+    document_: Mapping[str, Any], profile: Profile, earlier: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """One entry a row: the value, the published figure and the earlier run's, with ratios.
+
+    A marked number is shown and not compared; an earlier run of another profile, engine or machine is not either.
+    """
+    same = earlier is not None and all(
+        earlier.get(f"{name}_digest") == document_.get(f"{name}_digest") for name in ("profile", "engine", "facts")
+    )
+    before = {row["name"]: row for row in earlier["rows"]} if earlier is not None and same else {}
+    found = []
+    for row in document_["rows"]:
+        marked = bool(row["marks"])
+        published = profile.bench.published.get(row["name"])
+        old = before.get(row["name"])
+        old_value = old["value"] if old is not None and not old["marks"] else None
+        found.append(
+            {
+                "name": row["name"],
+                "value": row["value"],
+                "published": published,
+                "of_published": None if marked else ratio(row["value"], published),
+                "earlier": old_value,
+                "of_earlier": None if marked else ratio(row["value"], old_value),
+                "marks": list(row["marks"]),
+            }
+        )
+    return found
+
+
+def lines(rows: Sequence[Row], compared: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The tables as text lines."""
+    by_name = {item["name"]: item for item in compared}
+    shown = []
+    for row in rows:
+        text = f"{row.name:<24} " + (f"{row.value:>9.4g} {row.unit}" if row.value is not None else f"-  ({row.note})")
+        parts = [f"{name} {value:g}" for name, value in row.detail.items() if value is not None and name in _SHOWN]
+        item = by_name.get(row.name)
+        if item and item["of_published"] is not None:
+            parts.append(f"{item['of_published']:.0%} of the published {item['published']:g}")
+        if item and item["of_earlier"] is not None:
+            parts.append(f"{item['of_earlier']:.0%} of the last run")
+        shown.append(text + ("   " + ", ".join(parts) if parts else ""))
+        shown += [f"        mark: {mark}" for mark in row.marks]
+    return shown
+
+
+_SHOWN = ("stream_tps_p50", "ttft_s_p50", "ttft_s_p95", "inter_token_s_p50", "inter_token_s_p95", "drafter_acceptance",
+          "prompt_tokens", "alone_tps")  # fmt: skip
+
+
+def markdown(document_: Mapping[str, Any], profile: Profile, compared: Sequence[Mapping[str, Any]]) -> str:
+    """The bench as Markdown."""
+    head = [
+        f"# Bench {document_['run']}",
+        "",
+        f"- profile {profile.name} `{document_['profile_digest'][:12]}`, engine "
+        f"`{document_['engine_digest'][:12] or 'unknown'}`, machine `{document_['facts_digest'][:12]}`",
+        f"- started {document_['started']}; temperature 0, thinking off, answers of {profile.bench.decode_tokens} "
+        "tokens, first request discarded, tokens by the server's usage",
+        "",
+        "| row | tok/s | published | of it | earlier | of it | marks |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    rows = [
+        "| "
+        + " | ".join(
+            [
+                item["name"],
+                *("-" if item[k] is None else f"{item[k]:g}" for k in ("value", "published", "of_published")),
+                *("-" if item[k] is None else f"{item[k]:g}" for k in ("earlier", "of_earlier")),
+                "; ".join(item["marks"]) or "-",
+            ]
+        )
+        + " |"
+        for item in compared
+    ]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def recipe(document_: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
+    """The unmarked points in the form of a published recipe's `performance` (seed 004)."""
+    points: list[dict[str, Any]] = []
+    for row in document_["rows"]:
+        if row["marks"] or row["value"] is None:
+            continue
+        kind, _, rest = row["name"].partition(".")
+        if kind == "decode":
+            suite, _, streams = rest.rpartition(".c")
+            point = {"concurrency": int(streams), "decode_tok_s": row["value"], "notes": f"{suite} decode, c{streams}"}
+            point["context_len"] = profile.serve.max_model_len
+        elif kind == "prefill":
+            notes = f"cold prefill, median of {row['detail']['runs']}"
+            point = {"context_len": int(rest), "prefill_tok_s": row["value"], "notes": notes}
+        else:
+            notes = f"one stream while a prompt of {rest} tokens is read"
+            point = {"context_len": int(rest), "decode_tok_s": row["value"], "concurrency": 1, "notes": notes}
+        points.append(point)
+    best = {row["name"]: row["value"] for row in document_["rows"] if not row["marks"]}
+    notes = (
+        f"measured by ds41ctl bench: temperature 0, thinking off, {profile.bench.decode_tokens}-token cap, tokens by "
+        f"usage; profile {document_['profile_digest'][:12]}, engine {document_['engine_digest'][:12]}"
+    )
+    metrics = {
+        "notes": notes,
+        "tok_s": best.get("decode.code.c1"),
+        "points": points,
+        "context_len": profile.serve.max_model_len,
+    }
+    return {"performance": [{"claimed_by": "submitter", "metrics": json.dumps(metrics, ensure_ascii=False)}]}

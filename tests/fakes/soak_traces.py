@@ -1,0 +1,128 @@
+"""Scripted soak traces: one healthy run, and one change a fault. Times are seconds, noise comes from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from smoke.trace import Canary, Drain, End, Gpu, Sample, Start, Trace, Turn, collect
+
+MINUTE = 60.0
+Change = Callable[[float], float]
+
+
+def flat(at: float) -> float:
+    """No change."""
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Script:
+    """A run. `speed`, `wait`: factors on decode rate and TTFT; `rss`, `vram`: MiB over time; `kv`: level at rest."""
+
+    seconds: float = 30 * MINUTE
+    planned: float = 30 * MINUTE
+    gpus: int = 0
+    noise: float = 0.02
+    seed: int = 1
+    speed: Change = flat
+    wait: Change = flat
+    rss: Change = lambda at: 3000.0
+    vram: Change = lambda at: 20_000.0
+    kv: Change = lambda at: 0.0
+    mhz: Change = lambda at: 1530.0
+    throttle: Change = lambda at: 0.0
+    xid: Callable[[float], int | None] = lambda at: 0
+    mapped: Callable[[float], bool | None] = lambda at: True
+    engine: Callable[[float], str] = lambda at: "pid 10, started 5"
+    reset_at: float | None = None
+    outcome: Callable[[float], str] = lambda at: "ok"
+    canary: Callable[[float, str], str] = lambda at, name: "ok"
+    stuck: tuple[float, float] | None = None
+    left_running: Change = lambda at: 0.0
+    foreign: float = 0.0
+    drafter: float | None = None
+    every_s: float = 4.0
+    sample_s: float = 5.0
+    blind: tuple[float, float] | None = None
+    wall_step_at: float | None = None
+    end: str = "complete"
+    canaries: bool = True
+    metrics: bool = True
+
+
+def trace(script: Script, **changes: Any) -> Trace:
+    """The trace of `script` with `changes`."""
+    s = replace(script, **changes)
+    rng = random.Random(s.seed)
+    events: list[Any] = [Start(planned_s=s.planned, sample_s=s.sample_s, gpus=s.gpus, store_expected=True)]
+    counts: list[tuple[float, int]] = []
+    at, number = 1.0, 0
+    while at < s.seconds - 10:
+        session, index = divmod(number, 5)
+        outcome: Any = s.outcome(at)
+        said = 64 if outcome == "ok" else 0
+        rate = 30.0 * s.speed(at) * max(0.05, rng.gauss(1, s.noise))
+        events.append(
+            Turn(
+                at=at,
+                kind="session",
+                session=session,
+                index=index,
+                outcome=outcome,
+                fault="" if outcome == "ok" else "connection reset by peer",
+                prompt_tokens=200 + 150 * index,
+                completion_tokens=said,
+                ttft_s=0.2 * s.wait(at) * max(0.05, rng.gauss(1, s.noise)) if said else None,
+                decode_tps=rate if said else None,
+                seconds=64 / rate if said else 1.0,
+            )
+        )
+        counts.append((at, said))
+        at += s.every_s
+        number += 1
+    if s.canaries:
+        for minute in range(5, int(s.seconds / MINUTE) + 1, 5):
+            for name in ("smoke.arithmetic", "smoke.tool-call", "smoke.copy", "smoke.repeat"):
+                status: Any = s.canary(minute * MINUTE, name)
+                events.append(Canary(at=minute * MINUTE - 20, id=name, status=status, text="`found`"))
+            drained = minute * MINUTE - 15
+            rest = s.left_running(drained)
+            events.append(
+                Drain(at=drained, idle_kv=0.0, kv=s.kv(drained) if s.metrics else None, running=rest, waiting=0.0)
+            )
+    at = 0.0
+    while at <= s.seconds:
+        if s.blind is None or not s.blind[0] < at < s.blind[1]:
+            events.append(_sample(s, at, counts))
+        at += s.sample_s
+    if s.end:
+        reason: Any = s.end
+        events.append(End(at=s.seconds, reason=reason))
+    return collect(events)
+
+
+def _sample(s: Script, at: float, counts: list[tuple[float, int]]) -> Sample:
+    until = min(at, s.stuck[0]) if s.stuck and at < s.stuck[1] else at
+    made = float(sum(said for sent, said in counts if sent + 3 <= until)) * (1 + s.foreign)
+    if s.reset_at is not None and at >= s.reset_at:
+        made -= float(sum(said for sent, said in counts if sent + 3 <= s.reset_at))
+    skew = 3600.0 if s.wall_step_at is not None and at >= s.wall_step_at else 0.0
+    gpu = Gpu(used_mib=s.vram(at), sm_mhz=int(s.mhz(at)), throttle=int(s.throttle(at)))
+    return Sample(
+        at=at,
+        wall=1_800_000_000 + at + skew,
+        running=1.0 if s.metrics else None,
+        waiting=0.0 if s.metrics else None,
+        kv=0.1 if s.metrics else None,
+        generated=made if s.metrics else None,
+        drafted=made if s.drafter is not None else None,
+        accepted=made * s.drafter if s.drafter is not None else None,
+        rss_mib=s.rss(at),
+        gpus=tuple([gpu] * s.gpus) if s.gpus else None,
+        xid=s.xid(at),
+        store_mapped=s.mapped(at),
+        engine=s.engine(at),
+    )

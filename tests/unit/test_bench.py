@@ -1,0 +1,196 @@
+"""Bench against a fake engine whose pace is known: right numbers, and a mark on every number that means nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ds41ctl.adapters.http import HttpFault
+from ds41ctl.adapters.metrics import EngineMetrics
+from ds41ctl.adapters.telemetry import GpuState, HostState
+from ds41ctl.core.errors import ConfigError, Ds41Error
+from ds41ctl.core.profile import Profile
+from smoke import bench, bench_report
+from smoke.answer import Answer
+from smoke.bench import Row
+from smoke.load import Reading
+from tests.fakes.sse_server import FakeEngine, Quirk, Request, Say, Script, ScriptedServer, but, instead, whole
+from tests.unit.test_smoke import CANARIES
+from tests.unit.test_smoke import profile as smoke_profile
+
+
+def profile(**values: Any) -> Profile:
+    base = smoke_profile()
+    wanted = {
+        "decode_tokens": 40,
+        "concurrency": (1, 2, 4),
+        "prefill_tokens": (500, 100_000),
+        "prefill_runs": 3,
+        "during_prefill_tokens": 0,
+        "published": {"decode.code.c1": 200.0},
+        **values,
+    }
+    return base.model_copy(
+        update={
+            "bench": base.bench.model_copy(update=wanted),
+            "serve": base.serve.model_copy(update={"max_model_len": 4096, "max_num_seqs": 2}),
+        }
+    )
+
+
+class Engine(FakeEngine):
+    """Counts prompt tokens as four characters each, and takes 1 ms for 10 of them."""
+
+    def right(self, intent: str, request: Request) -> Say:
+        say = super().right(intent, request)
+        if intent != "decode":
+            return say
+        text = request.body["messages"][-1]["content"]
+        return bench_say(say, len(text) // 4)
+
+
+def bench_say(say: Say, tokens: int) -> Say:
+    from dataclasses import replace
+
+    return replace(say, prompt_tokens=tokens, pause=max(say.pause, tokens / 10_000 if tokens > 300 else say.pause))
+
+
+def measure(
+    parts: tuple[str, ...] = ("decode",), quirk: Quirk | None = None, intent: str = "decode", **values: Any
+) -> dict[str, Row]:
+    drift = values.pop("drift", ())
+    force = values.pop("force", False)
+    engine = Engine(CANARIES, token_s=0.01, quirks={intent: quirk} if quirk else {})
+    with ScriptedServer(engine) as server:
+        target = bench.Target(server.url, profile(**values), drift=drift)
+        rows = bench.run(target, parts=parts, suites=("code",), force=force)
+    return {row.name: row for row in rows}
+
+
+def page(**values: float) -> Quirk:
+    """/metrics with these rows; `grow` adds so much to the token count with every reading."""
+    seen = {"count": 0}
+    grow = values.pop("grow", 0.0)
+
+    def quirk(say: Say, request: Request) -> Script:
+        seen["count"] += 1
+        rows = {**values, "generation_tokens_total": grow * seen["count"]}
+        text = "".join(f'vllm:{name}{{engine="0"}} {value}\n' for name, value in rows.items())
+        return [whole(text.encode(), content_type="text/plain")]
+
+    return quirk
+
+
+def test_decode_rates_are_those_of_the_server_and_only_streams_it_takes_are_opened() -> None:
+    rows = measure()
+    assert list(rows) == ["decode.code.c1", "decode.code.c2"]
+    one, two = rows["decode.code.c1"], rows["decode.code.c2"]
+    assert one.marks == () and two.marks == ()
+    assert one.value is not None and 60 < one.value < 100  # 10 ms a token, and what the sockets add
+    assert two.value is not None and 1.6 < two.value / one.value < 2.2
+    assert one.detail["inter_token_s_p50"] == pytest.approx(0.0105, rel=0.3)
+    assert one.detail["tokens"] == 40 and two.detail["tokens"] == 80
+
+
+def test_prefill_is_a_median_over_distinct_texts_and_what_does_not_fit_is_left_out() -> None:
+    rows = measure(("prefill",), quirk=page(prompt_tokens_cached_total=7, grow=0.2), intent="metrics")
+    assert list(rows) == ["prefill.500"]
+    row = rows["prefill.500"]
+    assert row.value is not None and 5000 < row.value < 10_500 and row.marks == () and row.detail["runs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("parts", "quirk", "intent", "mark"),
+    [
+        (("decode",), page(grow=500), "metrics", "another client"),
+        (("decode",), instead(whole(b"", status=404)), "metrics", "could not be read"),
+        (("prefill",), page(grow=1), "metrics", "not proven cold"),
+        (("prefill",), but(prompt_tokens=90), "decode", "prompt of 90 tokens, 500 wanted"),
+    ],
+)
+def test_what_spoils_a_number_is_written_on_it(parts: Any, quirk: Quirk, intent: str, mark: str) -> None:
+    for row in measure(parts, quirk, intent).values():
+        assert any(mark in item for item in row.marks), row
+
+
+def test_a_prefill_served_by_the_cache_is_no_prefill() -> None:
+    reading = Reading("ok", Answer(choices=1, prompt_tokens=1000, cached_tokens=960), 0.1, 1)
+    assert bench.cold(reading, EngineMetrics(), EngineMetrics()) == ["960 tokens came from the prefix cache"]
+    unseen = Reading("ok", Answer(choices=1, prompt_tokens=1000), 0.1, 1)
+    assert bench.cold(unseen, EngineMetrics(cached=5), EngineMetrics(cached=5)) == []
+    assert "960" in bench.cold(unseen, EngineMetrics(cached=5), EngineMetrics(cached=965))[0]
+    assert "960" in bench.cold(unseen, EngineMetrics(prefix_hits=0), EngineMetrics(prefix_hits=960))[0]
+    assert "not proven" in bench.cold(unseen, EngineMetrics(), EngineMetrics())[0]
+
+
+def test_a_slowed_card_and_a_swapping_machine_are_marks() -> None:
+    calm = HostState(swapped_pages=10, gpus=(GpuState(throttle=0),))
+    assert bench._machine(calm, calm) == []
+    braked = HostState(swapped_pages=10, gpus=(GpuState(throttle=0x80),))
+    assert "GPU 0 throttles" in bench._machine(calm, braked)[0]
+    assert "swapped 5000 pages" in bench._machine(calm, HostState(swapped_pages=5010))[0]
+
+
+def test_events_are_not_tokens_and_without_usage_there_is_no_number() -> None:
+    row = measure(quirk=but(usage=False))["decode.code.c1"]
+    assert row.value is None and "no usage" in row.note
+
+
+def test_an_engine_in_use_is_refused_and_measured_only_with_a_mark() -> None:
+    with pytest.raises(bench.ContaminatedError, match="3 requests of somebody else") as caught:
+        measure(quirk=page(num_requests_running=2, num_requests_waiting=1), intent="metrics")
+    assert caught.value.code == 3 and caught.value.hints
+    busy = page(num_requests_running=2, grow=900)
+    assert measure(quirk=busy, intent="metrics", force=True)["decode.code.c1"].marks
+
+
+def test_an_engine_that_differs_from_its_profile_marks_every_number() -> None:
+    for row in measure(drift=("the profile changed since the start",)).values():
+        assert "the profile changed since the start" in row.marks
+
+
+def test_an_engine_that_fails_gives_an_error_and_no_table() -> None:
+    with pytest.raises(HttpFault):
+        measure(quirk=instead(whole({"error": "x"}, status=500)))
+    with pytest.raises(Ds41Error, match="0 tokens"):
+        measure(quirk=but(content="", completion_tokens=0))
+
+
+def test_another_machine_is_not_measured_unconfirmed() -> None:
+    with pytest.raises(ConfigError, match="another machine"):
+        bench.run(bench.Target("http://192.0.2.1:8011", profile()))
+
+
+def test_tokens_between_events_share_the_time_between_them() -> None:
+    answer = Answer(choices=1, marks=((1.0, 1), (1.3, 4), (1.4, 5), (1.5, None)))
+    assert bench.token_gaps(Reading("ok", answer, 2.0, 1)) == pytest.approx([0.1, 0.1, 0.1, 0.1])
+
+
+ROWS = [
+    Row("decode.code.c1", 150.0, "tok/s"),
+    Row("decode.code.c2", 250.0, "tok/s", marks=("another client",)),
+    Row("prefill.500", None, "tok/s", note="x"),
+    Row("prefill.1000", 2000.0, "tok/s", {"runs": 3}),
+]
+DIGESTS = {"profile": "p", "engine": "e", "facts": "f"}
+
+
+def test_comparison_leaves_out_what_is_marked_and_what_is_another_engine() -> None:
+    now = bench_report.document("r2", "2026", profile(), DIGESTS, ROWS, ())
+    earlier = bench_report.document("r1", "2025", profile(), DIGESTS, [Row("decode.code.c1", 100.0, "tok/s")], ())
+    found = {item["name"]: item for item in bench_report.comparison(now, profile(), earlier)}
+    assert found["decode.code.c1"]["of_published"] == 0.75 and found["decode.code.c1"]["of_earlier"] == 1.5
+    assert found["decode.code.c2"]["of_published"] is None
+    other = {**earlier, "engine_digest": "another"}
+    assert bench_report.comparison(now, profile(), other)[0]["of_earlier"] is None
+    text = bench_report.markdown(now, profile(), list(found.values()))
+    assert "another client" in text and "| decode.code.c1 | 150 | 200 | 0.75 | 100 | 1.5 | - |" in text
+
+
+def test_a_recipe_holds_the_unmarked_points_only() -> None:
+    exported = bench_report.recipe(bench_report.document("r", "2026", profile(), DIGESTS, ROWS, ()), profile())
+    metrics = json.loads(exported["performance"][0]["metrics"])
+    assert metrics["tok_s"] == 150.0
+    assert [point.get("decode_tok_s") or point.get("prefill_tok_s") for point in metrics["points"]] == [150.0, 2000.0]

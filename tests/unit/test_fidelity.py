@@ -1,0 +1,183 @@
+"""Fidelity: recording, comparing, and what an interval must say about a loss, a gain and noise."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds41ctl.adapters.http import EngineClient, HttpFault
+from ds41ctl.core.errors import ConfigError
+from ds41ctl.core.finding import Status
+from smoke import fidelity
+from smoke.fidelity import Reference, Window
+from tests.fakes.sse_server import Request, Script, ScriptedServer, whole
+from tests.silent_faults import least_profile
+
+PROFILE = least_profile()
+EXACT = least_profile(restart_exact=True)
+
+
+def logprob(token: int, place: int, shift: float = 0.0) -> float:
+    return -1.0 - ((token * 31 + place * 17) % 97) / 50 - shift
+
+
+class LogprobServer:
+    """Tokens are characters; the log-probability of each is a function of it and its place, plus `shift`."""
+
+    def __init__(self, shift: Callable[[int], float] = lambda token: 0.0) -> None:
+        self.shift = shift
+        self.longest = 0
+
+    def __call__(self, request: Request) -> Script:
+        body = request.body
+        if request.path == "/tokenize":
+            return [whole({"count": 1, "tokens": [ord(char) for char in body["prompt"]]})]
+        ids = body["prompt"]
+        self.longest = max(self.longest, len(ids))
+        rows: list[Any] = [None]
+        for place, token in enumerate(ids[1:]):
+            own = logprob(token, place, self.shift(token))
+            rows.append({str(token): {"logprob": own, "rank": 3}, "1": {"logprob": -0.7}, "2": {"logprob": -1.9}})
+        return [whole({"choices": [{"prompt_logprobs": rows}]})]
+
+
+def record(server: LogprobServer, texts: dict[str, str], windows: int = 4) -> Reference:
+    with ScriptedServer(server) as running:
+        return fidelity.record(
+            EngineClient(running.url), PROFILE, texts, {"profile": "fake"}, lambda text: None, windows=windows
+        )
+
+
+TEXTS = {"prose": "The quick brown fox. " * 200, "code": "def f(x): return x + 1\n" * 200}
+
+
+def test_a_record_keeps_tokens_numbers_and_where_it_came_from_to_the_bit() -> None:
+    server = LogprobServer()
+    found = record(server, TEXTS)
+    assert [window.set for window in found.windows] == ["prose"] * 4 + ["code"] * 4
+    assert server.longest == PROFILE.bench.logprob_window
+    again = fidelity.parse(fidelity.dump(found), "x.json")
+    assert again == found and fidelity.identical(found, again) == (8, 8)
+    assert again.provenance == {"profile": "fake"}
+
+
+def compare(shift: Callable[[int], float], profile: Any = PROFILE) -> dict[str, Any]:
+    old = record(LogprobServer(), TEXTS)
+    with ScriptedServer(LogprobServer(shift)) as running:
+        new = fidelity.again(EngineClient(running.url), profile, old, lambda text: None)
+    return {item.id: item for item in fidelity.judge(old, new, profile)}
+
+
+def test_the_same_engine_is_the_same() -> None:
+    found = compare(lambda token: 0.0, EXACT)
+    assert {item.status for item in found.values()} == {Status.OK}
+    assert "8 of 8 windows bit-identical" in found["fidelity.identical"].summary
+    assert "+0.00% [+0.00%, +0.00%]" in found["fidelity.perplexity.all"].summary
+
+
+def test_a_loss_beyond_the_limit_fails_in_the_set_that_has_it() -> None:
+    found = compare(lambda token: 0.5 if chr(token) in "()=+:" else 0.0)
+    assert found["fidelity.perplexity.code"].status is Status.FAIL
+    assert found["fidelity.perplexity.prose"].status is Status.OK
+    assert "beyond the noise" in found["fidelity.perplexity.code"].why
+
+
+def test_a_gain_is_no_fault_and_is_counted() -> None:
+    found = compare(lambda token: -0.02)
+    assert found["fidelity.perplexity.all"].status is Status.OK
+    assert (
+        "8 better" in found["fidelity.perplexity.all"].summary and "-1.98%" in found["fidelity.perplexity.all"].summary
+    )
+
+
+def test_one_changed_bit_breaks_the_promise_of_a_restart_and_only_a_promise() -> None:
+    def slightly(token: int) -> float:
+        return 1e-12 if chr(token) == "q" else 0.0
+
+    assert compare(slightly)["fidelity.identical"].status is Status.OK
+    found = compare(slightly, EXACT)["fidelity.identical"]
+    assert found.status is Status.FAIL and "4 of 8" in found.summary and found.fix
+
+
+def windows_of(differences: list[float]) -> tuple[Reference, Reference]:
+    def window(value: float) -> Window:
+        return Window(set="x", ids=(1, 2), logprobs=(value,), top=(((2, value),),))
+
+    old = [window(-2.0) for _ in differences]
+    new = [window(-2.0 - difference) for difference in differences]
+    return (
+        Reference(schema=1, provenance={}, windows=tuple(old)),
+        Reference(schema=1, provenance={}, windows=tuple(new)),
+    )
+
+
+def test_noise_is_unknown_not_a_loss() -> None:
+    rng = random.Random(3)
+    old, new = windows_of([0.02 + rng.gauss(0, 0.2) for _ in range(8)])
+    found = fidelity.judge(old, new, PROFILE)[0]
+    assert found.status in (Status.UNKNOWN, Status.OK) and not found.failed()
+
+
+def test_the_interval_covers_the_true_change() -> None:
+    rng = random.Random(5)
+    hits = 0
+    for _ in range(20):
+        old, new = windows_of([0.03 + rng.gauss(0, 0.05) for _ in range(24)])
+        change = fidelity.changes(old, new)[0].perplexity
+        hits += change.low <= math.expm1(0.03) <= change.high
+    assert hits >= 16
+
+
+def test_divergence_is_zero_for_equal_and_grows_with_the_difference() -> None:
+    def window(*top: tuple[int, float]) -> Window:
+        return Window(set="x", ids=(1, 2), logprobs=(-1.0,), top=(top,))
+
+    p = window((2, math.log(0.7)), (3, math.log(0.2)))
+    assert fidelity.divergence(p, p) == [pytest.approx(0, abs=1e-9)]
+    q = window((2, math.log(0.5)), (3, math.log(0.4)))
+    exact = 0.7 * math.log(0.7 / 0.5) + 0.2 * math.log(0.2 / 0.4)
+    assert fidelity.divergence(p, q)[0] == pytest.approx(exact)
+    unnamed = window((2, math.log(0.7)), (9, math.log(0.1)))
+    assert fidelity.divergence(p, unnamed)[0] > 0.05
+
+
+def test_windows_over_the_safe_length_are_refused_before_anything_is_sent() -> None:
+    long = Window(set="x", ids=tuple(range(2000)), logprobs=(-1.0,) * 1999, top=((),) * 1999)
+    reference = Reference(schema=1, provenance={}, windows=(long,))
+    with pytest.raises(ConfigError, match="windows of 2000 tokens, this profile allows 512"):
+        fidelity.again(EngineClient("http://127.0.0.1:9"), PROFILE, reference, lambda text: None)
+
+
+def test_an_engine_without_prompt_logprobs_is_a_typed_fault() -> None:
+    def handler(request: Request) -> Script:
+        if request.path == "/tokenize":
+            return [whole({"tokens": [1, 2, 3, 4]})]
+        return [whole({"choices": [{"prompt_logprobs": None}]})]
+
+    with ScriptedServer(handler) as running, pytest.raises(HttpFault, match="no prompt_logprobs for every token"):
+        fidelity.record(EngineClient(running.url), PROFILE, {"x": "abc"}, {}, lambda text: None)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b'{"schema": 1}', b'{"schema": 9, "provenance": {}, "windows": []}', b"\xff"]
+)
+def test_a_file_that_is_no_reference_gives_one_line(raw: bytes) -> None:
+    with pytest.raises(ConfigError, match=r"x\.json") as caught:
+        fidelity.parse(raw, "x.json")
+    assert "\n" not in caught.value.message
+
+
+def test_text_sets_are_the_files_of_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no \.txt file"):
+        fidelity.texts_of(tmp_path)
+    (tmp_path / "french.txt").write_text("Une lumière brille.")
+    assert fidelity.texts_of(tmp_path) == {"french": "Une lumière brille."}
+    (tmp_path / "broken.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"broken\.txt: not UTF-8"):
+        fidelity.texts_of(tmp_path)
+    assert set(fidelity.builtin_texts()) == {"prose", "code", "identifiers"}

@@ -1,0 +1,189 @@
+"""The runner of a soak against a fake engine over real sockets: what it records, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ds41ctl.core.errors import NoSpaceError
+from ds41ctl.core.profile import Profile
+from smoke import soak
+from smoke.soak_judge import judge
+from smoke.trace import End, Start, Trace, collect
+from tests.fakes.sse_server import Act, FakeEngine, Request, Say, Script, ScriptedServer, but, whole
+from tests.unit.test_smoke import CANARIES
+from tests.unit.test_smoke import profile as smoke_profile
+
+PLAN = soak.Plan(seconds=6, streams=2, sample_s=0.2, canary_s=2.0, seed=5)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the fake engine needs long to settle."""
+    monkeypatch.setattr(soak, "SETTLE_S", 1.0)
+
+
+def profile(**soak_values: Any) -> Profile:
+    base = smoke_profile()
+    values = {"answer_tokens": 32, "decode_retention_min": 0.2, "decode_retention_warn": 0.2, "ttft_ratio_max": 9.0}
+    return base.model_copy(
+        update={
+            "soak": base.soak.model_copy(update={**values, **soak_values}),
+            "serve": base.serve.model_copy(update={"max_model_len": 2048, "max_num_seqs": 2}),
+        }
+    )
+
+
+def play(
+    handler: Callable[[Request], Script], plan: soak.Plan = PLAN, *, full_after: int | None = None, **soak_values: Any
+) -> tuple[Trace, BaseException | None]:
+    """Trace of a run, and what it raised."""
+    events: list[Any] = [Start(planned_s=plan.seconds, sample_s=plan.sample_s, identity_known=False, mode=plan.mode)]
+    raised: BaseException | None = None
+
+    def record(event: Any) -> None:
+        events.append(event)
+        if full_after is not None and len(events) > full_after:
+            raise NoSpaceError("writing events.jsonl: no space left")
+
+    with ScriptedServer(handler) as server:
+        target = soak.Target(url=server.url, profile=profile(**soak_values), canaries=CANARIES)
+        try:
+            soak.run(target, plan, record, lambda text: None)
+        except NoSpaceError as error:
+            raised = error
+    assert isinstance(events[-1], End) and sum(isinstance(item, End) for item in events) == 1
+    return collect(events), raised
+
+
+def healthy(**values: Any) -> FakeEngine:
+    return FakeEngine(CANARIES, token_s=0.005, **values)
+
+
+def test_a_healthy_engine_passes_and_everything_was_tried() -> None:
+    trace, _ = play(healthy())
+    found = judge(trace, profile())
+    # a busy machine may make six seconds too noisy for a verdict on speed; nothing else may be in doubt
+    assert found.word != "fail" and set(found.reasons) <= {"soak.decode", "soak.ttft"}, found.reasons
+    assert {turn.kind for turn in trace.turns} == {"session", "fresh", "cancel", "image"}
+    grown = [turn.prompt_tokens for turn in trace.turns if turn.kind == "session"]
+    assert len(grown) > 5 and max(turn.index for turn in trace.turns if turn.kind == "session") >= 3
+    assert max(turn.streams for turn in trace.turns) == 2
+    assert len({item.id for item in trace.canaries}) == 5
+    assert any(item.loaded for item in trace.canaries) and any(not item.loaded for item in trace.canaries)
+    assert len(trace.drains) >= 3 and trace.drains[-1].final
+    assert len(trace.samples) > 15
+    assert "soak.rss" in found.not_proved[-1]
+
+
+def test_a_session_grows_and_carries_its_tool_results() -> None:
+    seen: list[list[dict[str, Any]]] = []
+    engine = healthy()
+
+    def watch(request: Request) -> Script:
+        if request.body.get("tools") and request.body.get("stream"):
+            seen.append(request.body["messages"])
+        return engine(request)
+
+    play(watch)
+    longest = max(seen, key=len)
+    roles = [message["role"] for message in longest]
+    assert roles[:4] == ["user", "assistant", "tool", "user"] and len(roles) >= 10
+    assert longest[1]["tool_calls"][0]["id"] == longest[2]["tool_call_id"]
+    sizes = sorted({len(str(messages)) for messages in seen})
+    assert sizes[-1] > 4 * sizes[0]
+
+
+def test_waves_send_eight_long_prompts_at_once_all_different() -> None:
+    prompts: list[str] = []
+    engine = healthy()
+
+    def watch(request: Request) -> Script:
+        if request.body.get("stream"):
+            prompts.append(str(request.body["messages"][-1]["content"]))
+        return engine(request)
+
+    trace, _ = play(watch, soak.Plan(seconds=3, mode="waves", streams=2, sample_s=0.2, canary_s=1.0))
+    waves = [turn for turn in trace.turns if turn.kind == "wave"]
+    assert len(waves) >= 8 and max(turn.streams for turn in waves) == 8
+    assert len(prompts) == len(set(prompts))
+
+
+def later(seconds: float, script: Script, paths: tuple[str, ...] = ()) -> Callable[[Request], Script]:
+    """A healthy engine that plays `script` instead (for `paths`, or all) after `seconds`."""
+    engine, began = healthy(), time.monotonic()
+
+    def handler(request: Request) -> Script:
+        hit = not paths or request.path in paths
+        return script if hit and time.monotonic() - began > seconds else engine(request)
+
+    return handler
+
+
+def test_an_engine_that_dies_ends_the_run_at_once_as_a_fail() -> None:
+    began = time.monotonic()
+    trace, _ = play(later(2, [Act.RESET]), soak.Plan(seconds=60, streams=2, sample_s=0.2, canary_s=20))
+    assert time.monotonic() - began < 20
+    assert trace.end is not None and trace.end.reason == "engine-died"
+    found = judge(trace, profile())
+    assert found.word == "fail" and "soak.complete" in found.reasons
+
+
+def test_a_dead_engine_behind_a_living_server_is_a_fail_too() -> None:
+    hung = later(2, [Act.HANG], ("/v1/chat/completions",))
+    began = time.monotonic()
+    trace, _ = play(hung, soak.Plan(seconds=60, streams=2, sample_s=0.2, canary_s=60), stall_s=1.0)
+    assert time.monotonic() - began < 20
+    assert trace.end is not None and trace.end.reason == "engine-died" and "no token flows" in trace.end.text
+    assert "soak.complete" in judge(trace, profile()).reasons
+
+
+def test_silent_empty_answers_and_wrong_copies_fail() -> None:
+    trace, _ = play(healthy(quirks={"decode": but(content="", completion_tokens=0, finish="stop")}))
+    assert "soak.silent-empty" in judge(trace, profile()).reasons
+    dropped = but(content="kvcachedtype")
+    trace, _ = play(healthy(quirks={"copy": dropped}))
+    assert judge(trace, profile()).reasons == ("soak.canaries",)
+
+
+def test_kv_that_does_not_come_back_is_seen_at_the_drain() -> None:
+    engine = healthy()
+
+    def leaking(say: Say, request: Request) -> Script:
+        page = engine.metrics_page(kv_cache_usage_perc=min(0.9, engine.generated / 4000))
+        return [whole(page.encode(), content_type="text/plain")]
+
+    engine.quirks["metrics"] = leaking
+    trace, _ = play(engine, soak.Plan(seconds=4, streams=2, sample_s=0.2, canary_s=1.5))
+    assert "soak.kv-idle" in judge(trace, profile()).reasons
+
+
+def test_a_full_disk_ends_the_run_and_is_said() -> None:
+    trace, raised = play(healthy(), full_after=40)
+    assert isinstance(raised, NoSpaceError)
+    assert trace.end is not None and trace.end.reason == "disk-full"
+    assert judge(trace, profile()).word == "inconclusive"
+
+
+def test_an_engine_without_metrics_is_inconclusive_not_passed() -> None:
+    trace, _ = play(healthy(quirks={"metrics": lambda say, request: [whole(b"", status=404)]}))
+    found = judge(trace, profile())
+    assert found.word == "inconclusive" and "soak.stall" in found.reasons
+
+
+def test_the_plan_follows_the_profile_and_keeps_three_rounds_of_canaries() -> None:
+    plan = soak.Plan.of(profile())
+    assert (plan.seconds, plan.streams, plan.canary_s, plan.sample_s) == (1800, 2, 300, 5)
+    short = soak.Plan.of(profile(), minutes=2)
+    assert short.seconds == 120 and short.canary_s == 40 and short.sample_s == 2
+
+
+@pytest.mark.parametrize("seconds", [0.5])
+def test_a_run_shorter_than_its_requests_still_ends(seconds: float) -> None:
+    with contextlib.suppress(NoSpaceError):
+        trace, _ = play(healthy(), soak.Plan(seconds=seconds, streams=2, sample_s=0.2, canary_s=5))
+        assert judge(trace, profile()).word == "inconclusive"
