@@ -3,6 +3,7 @@
 A recipe folder holds `pack.json` (the recipe proper), small files that are copied as they are, a tokenizer seed and
 one xz-compressed container of trained tensors (itself a safetensors file). What training did not touch (filler
 vocabulary, frozen Engram rows) comes from a SHAKE-256 stream, so the same recipe gives the same bytes everywhere.
+A recipe may have a base, a recipe folder beside its own: what it does not change it takes from there (`"of": "base"`).
 
 Pure: reads the recipe folder, yields bytes. Whoever calls writes the file, syncs it and compares `PackFile.sha256`.
 """
@@ -22,7 +23,7 @@ from typing import Any
 RECIPE_FILE = "pack.json"
 FORMAT = 1
 _BLOCK = 1 << 20
-_DTYPE_BYTES = {"F32": 4, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E8M0": 1}
+_DTYPE_BYTES = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E8M0": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,15 @@ class PackRecipe:
     seed: str
     files: tuple[PackFile, ...]
     sources: Mapping[str, Mapping[str, Any]]
+    base: str = ""
+
+    def folder_of(self, item: Mapping[str, Any]) -> Path:
+        """Where a file or tensor comes from: the recipe's own folder, or its base's."""
+        if item.get("of") != "base":
+            return self.folder
+        if not self.base:
+            raise LookupError("takes something from a base and names none")
+        return self.folder.parent / self.base
 
 
 class _RecipeError(ValueError):
@@ -71,9 +81,11 @@ def load_recipe(folder: Path) -> PackRecipe:
     try:
         files = tuple(PackFile(str(f["name"]), int(f["size"]), str(f["sha256"])) for f in raw["files"])
         sources = {str(f["name"]): dict(f["source"]) for f in raw["files"]}
-        recipe = PackRecipe(folder, str(raw["revision"]), str(raw["seed"]), files, sources)
+        recipe = PackRecipe(folder, str(raw["revision"]), str(raw["seed"]), files, sources, str(raw.get("base", "")))
     except (KeyError, TypeError, ValueError) as error:
         raise _bad(path, f"has a broken field ({error})", "revision, seed and files[]") from None
+    if recipe.base and (Path(recipe.base).name != recipe.base or recipe.base in {".", ".."}):
+        raise _bad(path, f"base {recipe.base!r} is malformed", "the name of a recipe folder beside this one")
     for file in files:
         hexadecimal = len(file.sha256) == 64 and not set(file.sha256) - set("0123456789abcdef")
         if not hexadecimal or file.size < 0 or Path(file.name).name != file.name or file.name in {"", ".", ".."}:
@@ -150,7 +162,7 @@ class _Container:
         return self.data[start:end]
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def _container(path: Path, sha256: str) -> _Container:
     compressed = _read(path.parent, path.name)
     found = hashlib.sha256(compressed).hexdigest()
@@ -167,12 +179,12 @@ def _container(path: Path, sha256: str) -> _Container:
 
 
 def _make_copy(recipe: PackRecipe, source: Mapping[str, Any]) -> Iterator[bytes]:
-    yield _read(recipe.folder, source["file"])
+    yield _read(recipe.folder_of(source), source["file"])
 
 
 def _make_tokenizer(recipe: PackRecipe, source: Mapping[str, Any]) -> Iterator[bytes]:
     """tokenizer.json: the committed base vocabulary and merges, filler ids up to vocab_size, special ids."""
-    yield tokenizer_json(json.loads(_read(recipe.folder, source["file"]))).encode()
+    yield tokenizer_json(json.loads(_read(recipe.folder_of(source), source["file"]))).encode()
 
 
 def tokenizer_json(seed: Mapping[str, Any]) -> str:
@@ -226,8 +238,9 @@ def tokenizer_json(seed: Mapping[str, Any]) -> str:
     return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
 
 
-def _trained(recipe: PackRecipe, source: Mapping[str, Any]) -> _Container:
-    return _container(recipe.folder / source["trained"], source["trained_sha256"])
+def _trained(recipe: PackRecipe, source: Mapping[str, Any], tensor: Mapping[str, Any]) -> _Container:
+    kind = "base_trained" if tensor.get("of") == "base" else "trained"
+    return _container(recipe.folder_of(tensor) / source[kind], source[f"{kind}_sha256"])
 
 
 def _make_safetensors(recipe: PackRecipe, source: Mapping[str, Any]) -> Iterator[bytes]:
@@ -261,7 +274,7 @@ def _make_safetensors(recipe: PackRecipe, source: Mapping[str, Any]) -> Iterator
 def _tensor_trained(
     recipe: PackRecipe, source: Mapping[str, Any], tensor: Mapping[str, Any], size: int
 ) -> Iterator[bytes]:
-    yield bytes(_trained(recipe, source).tensor(tensor["name"]))
+    yield bytes(_trained(recipe, source, tensor).tensor(tensor["name"]))
 
 
 def _tensor_stream(
@@ -274,7 +287,7 @@ def _tensor_vocab(
     recipe: PackRecipe, source: Mapping[str, Any], tensor: Mapping[str, Any], size: int
 ) -> Iterator[bytes]:
     """A BF16 vocabulary matrix: trained rows at the trained ids, the container's filler row everywhere else."""
-    container = _trained(recipe, source)
+    container = _trained(recipe, source, tensor)
     rows, columns = tensor["shape"]
     width = 2 * columns
     trained = container.tensor(tensor["name"])

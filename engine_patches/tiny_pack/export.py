@@ -32,7 +32,9 @@ CONTAINER = "trained.safetensors.xz"
 COPIED = ("config.json", "generation_config.json", "tokenizer_config.json")
 _DTYPES = {
     torch.float32: "F32",
+    torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.int16: "I16",
     torch.int8: "I8",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e8m0fnu: "F8_E8M0",
@@ -60,6 +62,11 @@ def checkpoint_tensors(model: TinyModel) -> dict[str, Tensor]:
         else:
             out[name] = value.bfloat16()
     return out
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Its type as safetensors calls it."""
+    return _DTYPES[tensor.dtype]
 
 
 def _raw(tensor: Tensor) -> bytes:
@@ -141,7 +148,7 @@ def write_recipe(model: TinyModel, dataset: Dataset, pack: Path, build: Path | N
     packed = compress(container(tensors))
     (pack / CONTAINER).write_bytes(packed)
     weight_map = {t["name"]: shard for shard, items in plan.items() for t in items}
-    total = sum(_size(t) for items in plan.values() for t in items)
+    total = sum(tensor_bytes(t) for items in plan.values() for t in items)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (pack / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
     sources: dict[str, dict[str, Any]] = {n: {"kind": "copy", "file": n} for n in COPIED}
@@ -156,9 +163,14 @@ def write_recipe(model: TinyModel, dataset: Dataset, pack: Path, build: Path | N
     }
     for shard, items in plan.items():
         sources[shard] = {**common, "tensors": items}
-    draft = packgen.PackRecipe(pack, spec.REVISION, spec.SEED, (), sources)
+    write_pack_json(packgen.PackRecipe(pack, spec.REVISION, spec.SEED, (), sources), build)
+    print(f"container {len(packed)} bytes, {len(tensors)} tensors")
+
+
+def write_pack_json(draft: packgen.PackRecipe, build: Path | None) -> None:
+    """pack.json of a recipe whose sources are known: every file is generated once for its size and sha256."""
     entries: list[dict[str, Any]] = []
-    for name, source in sources.items():
+    for name, source in draft.sources.items():
         digest, size = hashlib.sha256(), 0
         pieces = []
         for piece in packgen.generate(draft, name):
@@ -169,13 +181,15 @@ def write_recipe(model: TinyModel, dataset: Dataset, pack: Path, build: Path | N
             build.mkdir(parents=True, exist_ok=True)
             (build / name).write_bytes(b"".join(pieces))
         entries.append({"name": name, "size": size, "sha256": digest.hexdigest(), "source": source})
-    recipe = {"format": packgen.FORMAT, "revision": spec.REVISION, "seed": spec.SEED, "files": entries}
-    (pack / packgen.RECIPE_FILE).write_text(json.dumps(recipe, separators=(",", ":")) + "\n")
-    print(f"container {len(packed)} bytes, {len(tensors)} tensors; files {sum(e['size'] for e in entries)} bytes")
+    base = {"base": draft.base} if draft.base else {}
+    recipe = {"format": packgen.FORMAT, "revision": draft.revision, "seed": draft.seed, **base, "files": entries}
+    (draft.folder / packgen.RECIPE_FILE).write_text(json.dumps(recipe, separators=(",", ":")) + "\n")
+    print(f"files {sum(e['size'] for e in entries)} bytes")
 
 
-def _size(tensor: dict[str, Any]) -> int:
-    size = {"F32": 4, "BF16": 2}.get(tensor["dtype"], 1)
+def tensor_bytes(tensor: dict[str, Any]) -> int:
+    """Size of a tensor with this type and shape."""
+    size = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}.get(tensor["dtype"], 1)
     for extent in tensor["shape"]:
         size *= extent
     return size

@@ -110,6 +110,36 @@ def test_copy(small: Path) -> None:
     assert b"".join(packgen.generate(packgen.load_recipe(small), "config.json")) == b'{"a": 1}'
 
 
+def test_a_recipe_takes_from_its_base_what_it_does_not_change(small: Path) -> None:
+    packed = _container({"norm.weight": ("BF16", [2], b"WXYZ"), "trellis": ("I16", [3], b"123456")})
+    variant = small.parent / f"{small.name}-variant"
+    variant.mkdir()
+    (variant / "own.xz").write_bytes(packed)
+    raw = json.loads((small / "pack.json").read_text())
+    source = raw["files"][1]["source"]
+    for kind in ("trained", "trained_sha256"):
+        source[f"base_{kind}"] = source.pop(kind)
+    source |= {"trained": "own.xz", "trained_sha256": hashlib.sha256(packed).hexdigest()}
+    vocabulary, norm, table = source["tensors"]
+    source["tensors"] = [{**vocabulary, "of": "base"}, norm, {"name": "trellis", "dtype": "I16", "shape": [3]}, table]
+    raw["files"][0]["source"]["of"] = "base"
+    (variant / "pack.json").write_text(json.dumps({**raw, "base": small.name}))
+
+    recipe = packgen.load_recipe(variant)
+    assert b"".join(packgen.generate(recipe, "config.json")) == b'{"a": 1}'
+    _, body = _read_safetensors(b"".join(packgen.generate(recipe, "model.safetensors")))
+    _, base = _read_safetensors(b"".join(packgen.generate(packgen.load_recipe(small), "model.safetensors")))
+    assert body == base[:16] + b"WXYZ" + b"123456" + base[20:]
+
+    _edit(variant, lambda tree: tree.pop("base"))
+    with pytest.raises(ValueError, match="names none"):
+        list(packgen.generate(packgen.load_recipe(variant), "config.json"))
+    _edit(variant, lambda tree: tree.update(base="../elsewhere"))
+    with pytest.raises(ValueError) as error:
+        packgen.load_recipe(variant)
+    assert "is malformed" in _one_line(error)
+
+
 def test_stream_is_blockwise_and_depends_on_seed_and_label() -> None:
     size = (1 << 20) + 7
     pieces = list(packgen.stream("seed", "label", size))

@@ -10,8 +10,8 @@ ARCHITECTURE = "DeepseekV41ForCausalLM"
 def register() -> None:
     """Entry point of group ``vllm.general_plugins``; vLLM calls it in every process, possibly several times.
 
-    On the CPU platform it puts our class in the place of upstream's, which has no CPU path. Elsewhere it changes
-    nothing.
+    On the CPU platform it puts our class in the place of upstream's, which has no CPU path, and adds the quantisation
+    method ``exl3``. Elsewhere it changes nothing.
     """
     from vllm.platforms import current_platform
 
@@ -20,7 +20,9 @@ def register() -> None:
     from vllm import ModelRegistry
 
     from .cpu_platform import keep_scheduler_settings, use_exact_logprobs
+    from .exl3_config import register_exl3
 
     keep_scheduler_settings(current_platform, ARCHITECTURE)
     use_exact_logprobs()
+    register_exl3()
     ModelRegistry.register_model(ARCHITECTURE, "ds41_engine.model:DeepseekV41CPUForCausalLM")

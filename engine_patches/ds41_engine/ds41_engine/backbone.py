@@ -336,10 +336,16 @@ class MoE(nn.Module):
         self.shape = shape
         self.dense = shape.n_routed_experts <= DENSE_EXPERT_LIMIT
         self._frozen: tuple[Tensor, ...] | None = None
+        self.routed: nn.Module | None = None
         hidden, inner, limit = shape.hidden_size, shape.moe_intermediate_size, shape.swiglu_limit
         self.gate = Gate(hidden, shape.n_routed_experts)
         self.experts = nn.ModuleList(Expert(hidden, inner, limit) for _ in range(shape.n_routed_experts))
         self.shared_experts = Expert(hidden, inner * shape.n_shared_experts, limit)
+
+    def replace_experts(self, routed: nn.Module) -> None:
+        """Let ``routed(x, chosen, weights)`` compute the routed experts, whose weights it holds in its own way."""
+        self.experts = nn.ModuleList()
+        self.routed = routed
 
     def effective_expert_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """All experts' ``w1 [E, I, hidden]``, ``w3 [E, I, hidden]``, ``w2 [E, hidden, I]``; a hook like ``Linear``'s.
@@ -368,7 +374,10 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, is_image: Tensor) -> Tensor:
         """``x [T, hidden]``, ``is_image [T]`` bool -> ``[T, hidden]``."""
         chosen, weights = self.route(x, is_image)
-        routed = self._dense(x, chosen, weights) if self.dense else self._sparse(x, chosen, weights)
+        if self.routed is not None:
+            routed: Tensor = self.routed(x, chosen, weights)
+        else:
+            routed = self._dense(x, chosen, weights) if self.dense else self._sparse(x, chosen, weights)
         shared: Tensor = self.shared_experts(x)
         return shared + routed
 
@@ -386,7 +395,7 @@ class MoE(nn.Module):
 
     def freeze(self) -> None:
         """Keep the stacked weights of the dense form: for serving, once the parameters have their final values."""
-        if self.dense:
+        if self.dense and self.routed is None:
             self._frozen = tuple(weight.detach().clone() for weight in self._dense_weights())
 
     def _sparse(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

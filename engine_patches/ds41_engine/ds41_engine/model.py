@@ -55,6 +55,8 @@ from .checkpoint import CheckpointError, load
 from .cpu_platform import make_stage_buffers
 from .engram_hash import DEAD, EngramHash
 from .engram_rows import EngramRows
+from .exl3_config import Exl3Config
+from .exl3_experts import Exl3Experts, Kernel, census, divert
 from .paged import PagedBatch, RequestRows, row_width
 from .shape import IMAGE_TOKEN_ID, BackboneShape
 from .store import EngramStore, StoreError
@@ -219,6 +221,11 @@ class TextModel(Backbone):
         super().__init__(shape, model_config.max_model_len + ROW_TILE, local)
         self.embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.head = Linear(shape.hidden_size, shape.vocab_size)
+        self.exl3: dict[int, Exl3Experts] = {}
+        if isinstance(vllm_config.quant_config, Exl3Config):
+            for layer in self.local:
+                self.exl3[layer] = Exl3Experts(shape, layer)
+                self.block(layer).ffn.replace_experts(self.exl3[layer])
         width = row_width(shape)
         self.caches = {layer: RowCache(vllm_config, f"{prefix}.layers.{layer}.attn", width) for layer in local}
         self.engram_layers = tuple(layer for layer in shape.engram_layer_ids if layer in local)
@@ -285,6 +292,20 @@ class TextModel(Backbone):
                 layer, rank, ranks, *self.rows.span(layer), self.rows.first, self.rows.end, proven,
             )  # fmt: skip
         logger.info("ds41: Engram gather: %s, store on %s", store.how, store.manifest.page_kind)
+
+    def use_exl3_kernel(self) -> None:
+        """Build the EXL3 experts from what was loaded, prove the kernel on their formats and log what serves them."""
+        if not self.exl3:
+            return
+        kernel = Kernel(torch.get_num_threads())
+        if kernel.problem:
+            logger.warning("ds41: EXL3 experts are computed by numpy: %s", kernel.problem)
+        for experts in self.exl3.values():
+            experts.finish()
+        kernel.check({kind for experts in self.exl3.values() for kind in experts.kinds()})
+        for experts in self.exl3.values():
+            experts.use(kernel)
+        logger.info("ds41: EXL3 experts: %s, by %s", census(self.exl3.values()), kernel.how)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.embed.weight)
@@ -496,7 +517,8 @@ class DeepseekV41CPUForCausalLM(DeepseekV41ForCausalLM):
             for layer in self.language_model.shape.engram_layer_ids:
                 tables += [f"layers.{layer}.engram.embed.weight", f"layers.{layer}.engram.embed.scale"]
         with _refusing():
-            filled = load(parameters, tables, weights)
+            filled = load(parameters, tables, divert(self.language_model.exl3, weights))
+            self.language_model.use_exl3_kernel()
         for layer in self.language_model.local:
             self.language_model.block(layer).ffn.freeze()
         return {name for name, checkpoint_name in names.items() if checkpoint_name in filled}

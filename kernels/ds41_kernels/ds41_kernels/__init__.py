@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from .compile import LIBRARY
 
 RECORD_BYTES = 264
-ABI = 1
+ABI = 2
 
 ByteArray = NDArray[np.uint8]
 Int64Array = NDArray[np.int64]
@@ -75,6 +75,14 @@ def load(path: Path | None = None) -> ctypes.CDLL:
         ("ds41_disk_free", None, (pointer,)),
         ("ds41_disk_uses_ring", ctypes.c_int, (pointer,)),
         ("ds41_disk_gather", i64, (pointer, pointer, pointer, i64, pointer)),
+        ("ds41_exl3_encode", i32, (pointer, pointer, i64, i32, pointer)),
+        ("ds41_exl3_loops", ctypes.c_char_p, (ctypes.c_char_p,)),
+        ("ds41_exl3_decode", None, (pointer, i64, i32, i32, pointer)),
+        (
+            "ds41_exl3_moe",
+            i64,
+            (pointer, pointer, i64, pointer, i64, i64, i64, pointer, pointer, i64, ctypes.c_float, pointer),
+        ),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

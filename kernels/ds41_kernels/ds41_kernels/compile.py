@@ -10,11 +10,15 @@ import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("gather.cpp", "disk.cpp")
-HEADERS = ("pool.h", "gather_loop.inc")
+SOURCES = ("gather.cpp", "disk.cpp", "exl3_encode.cpp", "exl3_moe.cpp")
+HEADERS = ("pool.h", "gather_loop.inc", "exl3_loops.inc")
 LIBRARY = "libds41_kernels.so"
-# no -march: the library must run on every processor of the platform, and chooses its loops when it is loaded
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
+# no -march: the library must run on every processor of the platform, and chooses its loops when it is loaded;
+# no contraction: products and sums are fused where the source says so, so that all loops give the same bits
+FLAGS = (
+    *("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"),
+    *("-fvisibility=hidden", "-Wall", "-Wextra"),
+)
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 300
 

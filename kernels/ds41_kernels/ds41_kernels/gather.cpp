@@ -26,7 +26,7 @@ using ds41::Worker;
 
 namespace {
 
-constexpr int kAbi = 1;
+constexpr int kAbi = 2;
 // How many records ahead of the copy the cache lines are asked for. 64 records of 5 lines keep the second-level
 // cache's miss buffers full; the best of 8, 16, 32, 64 on 2 MiB pages.
 constexpr int64_t kAhead = 64;

@@ -6,6 +6,7 @@ import queue
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,6 +91,8 @@ class ExpertDecoder:
 
     def __call__(self, stem: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """w1 and w3 ``[I, hidden]``, w2 ``[hidden, I]`` of the expert ``stem``; valid until the next call."""
+        if f"{stem}.w1.trellis" in tensors:
+            return exl3_matrices(stem, tensors)
         w1, w3, w2 = (self._matrix(matrix, f"{stem}.{matrix}", tensors) for matrix in MATRICES)
         return w1, w3, w2
 
@@ -102,3 +105,25 @@ class ExpertDecoder:
         if self._scratch.numel() < half:
             self._scratch = torch.empty(half, dtype=torch.int32)
         return decode_mxfp4(packed, scale, out, self._scratch[:half])
+
+
+def exl3_matrices(stem: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The fp32 matrices of an EXL3 expert: its tiles decoded, both rotations undone, its scales applied.
+
+    Raises:
+        ValueError: ds41_kernels, which knows the format, is not there, or a tensor does not fit; one line.
+    """
+    try:
+        from ds41_kernels import exl3
+    except ImportError:
+        raise ValueError("EXL3 experts need ds41_kernels beside ds41_engine") from None
+    expert = exl3.Exl3Expert.from_tensors(stem, {name: tensor.numpy() for name, tensor in tensors.items()})
+    rotation = torch.from_numpy(exl3.hadamard(np.eye(exl3.HADAMARD))).float()
+    made = []
+    for layer in (expert.w1, expert.w3, expert.w2):
+        tiles = torch.from_numpy(layer.decoded()).float()
+        inputs, outputs = tiles.shape
+        turned = (rotation @ tiles.view(-1, exl3.HADAMARD, outputs)).view(-1, exl3.HADAMARD) @ rotation
+        scaled = turned.view(inputs, outputs) * torch.from_numpy(layer.suh).float()[:, None]
+        made.append((scaled * torch.from_numpy(layer.svh).float()[None]).t().contiguous())
+    return made[0], made[1], made[2]
