@@ -231,7 +231,7 @@ def test_fp4_rounds_to_nearest_and_ties_to_even() -> None:
 @pytest.mark.parametrize(
     ("grid", "width", "worst"),
     # half a step between the two largest values, and the rounding of NVFP4's scale
-    [(rounding.mxfp8, 32, 2**-5), (rounding.mxfp4, 32, 0.2), (rounding.nvfp4, 16, 0.2)],
+    [(rounding.mxfp8, 32, 2**-4), (rounding.mxfp4, 32, 0.2), (rounding.nvfp4, 16, 0.2)],
 )
 def test_a_grid_is_near_and_rounding_twice_changes_nothing(
     grid: Callable[[torch.Tensor], torch.Tensor], width: int, worst: float
