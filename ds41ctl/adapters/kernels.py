@@ -84,15 +84,21 @@ def _address(buffer: Any, at: int) -> ctypes.c_void_p:
     return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(buffer)) + at)
 
 
-def loops(cache_dir: Path) -> Loops:
-    """The compiled loops, from `cache_dir` when these very sources were compiled before."""
+def compiled(cache_dir: Path) -> tuple[Path, str]:
+    """The library of these very sources in `cache_dir`, compiled when it is not there; and why not, '' when it is."""
     module = compiler_module()
     path = cache_dir / "kernels" / f"{module.source_digest()[:16]}-{module.LIBRARY}"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        problem = module.compile_library(path)
-        if problem:
-            return Loops(None, problem)
+    if path.is_file():
+        return path, ""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path, str(module.compile_library(path))
+
+
+def loops(cache_dir: Path) -> Loops:
+    """The compiled loops, from `cache_dir` when these very sources were compiled before."""
+    path, problem = compiled(cache_dir)
+    if problem:
+        return Loops(None, problem)
     try:
         library = ctypes.CDLL(str(path))
         for name in ("ds41_scatter", "ds41_compare"):

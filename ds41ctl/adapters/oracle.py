@@ -77,6 +77,12 @@ def run(layout: Layout, wanted: OracleRun, on_event: Callable[[Event], None]) ->
         "PYTHONPYCACHEPREFIX": str(layout.cache_dir / "pycache"),
         "HF_HUB_OFFLINE": "1",
     }
+    library, problem = kernels.compiled(layout.dirs.cache)
+    argv = wanted.argv(layout.python)
+    if problem:
+        on_event({"event": "note", "text": f"experts are multiplied by torch, which is slower: {problem}"})
+    else:
+        argv += ["--kernels", str(library)]
     last: dict[str, Any] = {}
     other: list[str] = []
 
@@ -93,7 +99,7 @@ def run(layout: Layout, wanted: OracleRun, on_event: Callable[[Event], None]) ->
         on_event(event)
 
     with files.locked(wanted.work / ".lock", "running the oracle"):
-        status = proc.stream(wanted.argv(layout.python), env=env, on_line=on_line)
+        status = proc.stream(argv, env=env, on_line=on_line)
     if last.get("event") == "error":
         kind = str(last.get("code"))
         message = f"oracle: {last.get('message')}"

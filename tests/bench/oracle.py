@@ -30,6 +30,7 @@ sys.path[:0] = SOURCES
 from ds41_engine.backbone import Block  # noqa: E402
 from ds41_engine.quant import TensorFormat, tensor_format  # noqa: E402
 from ds41_engine.shape import BackboneShape  # noqa: E402
+from ds41_kernels import compile  # noqa: E402
 
 LAYERS, HIDDEN, INNER, EXPERTS, VOCABULARY = 40, 1024, 1024, 96, 4096
 TEXT: dict[str, Any] = {
@@ -140,12 +141,12 @@ def disk(folder: Path) -> float:
 
 
 def oracle(
-    folder: Path, prompts: Path, out: Path, work: Path, threads: int, kill_after: int | None = None
+    folder: Path, prompts: Path, out: Path, work: Path, threads: int, library: Path, kill_after: int | None = None
 ) -> list[Any]:
     """Run it, killed after a layer when one is given; its events."""
     argv = [sys.executable, "-m", "ds41_engine.oracle", "--pack", str(folder), "--prompts", str(prompts)]
     argv += ["--out", str(out), "--work", str(work), "--threads", str(threads), "--read-ahead-gib", "0.25"]
-    argv += ["--layer-positions", "16"]
+    argv += ["--layer-positions", "16", *(["--kernels", str(library)] if library.is_file() else [])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCES), "OMP_NUM_THREADS": str(threads)}
     events = []
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True) as running:
@@ -174,24 +175,29 @@ def main() -> None:
     try:
         size = write_pack(pack, args.layers)
         print(f"pack: {args.layers} layers, {size / 1e9:.2f} GB", flush=True)
+        library = args.folder / compile.LIBRARY
+        print(f"compiled loops: {compile.compile_library(library) or 'yes'}")
         prompts = args.folder / "prompts.jsonl"
         ids = [[(n * 7919 + p) % VOCABULARY for n in range(args.tokens // 2)] for p in range(2)]
         prompts.write_text("".join(json.dumps({"ids": line}) + "\n" for line in ids))
         before = disk(pack)
         forget(pack)
-        events = oracle(pack, prompts, args.folder / "whole.ref", args.folder / "work", args.threads)
+        events = oracle(pack, prompts, args.folder / "whole.ref", args.folder / "work", args.threads, library)
         after = disk(pack)
         layers, start, end = [e for e in events if e["event"] == "layer"], events[0], events[-1]
         rate = sum(e["bytes"] for e in layers) / 1e6 / sum(e["seconds"] for e in layers)
         print(f"disk alone: {before:.0f} MB/s before, {after:.0f} MB/s after")
         print(f"streaming: {rate:.0f} MB/s ({2 * rate / (before + after):.0%}), {end['read'] / 1e9:.2f} GB read")
+        cpu = (layers[-1]["cpu_seconds"] - layers[0]["cpu_seconds"]) or 1e-9
+        streamed = sum(e["bytes"] for e in layers[1:]) / 1e6
+        print(f"processor time: {streamed / cpu:.0f} MB of pack a second of one core")
         print(f"memory: peak {end['peak_rss'] / 2**30:.2f} GiB, bound {start['memory_bound'] / 2**30:.2f} GiB")
         out, work = args.folder / "killed.ref", args.folder / "killed"
         for number in range(args.kills):
             layer = (number + 1) * args.layers // (args.kills + 1)
-            oracle(pack, prompts, out, work, args.threads, kill_after=layer)
+            oracle(pack, prompts, out, work, args.threads, library, kill_after=layer)
             print(f"killed after layer {layer}: {sorted(p.name for p in work.glob('*.state'))}", flush=True)
-        oracle(pack, prompts, out, work, args.threads)
+        oracle(pack, prompts, out, work, args.threads, library)
         same = out.read_bytes() == (args.folder / "whole.ref").read_bytes()
         print(f"killed {args.kills} times and resumed: {'the same bytes' if same else 'OTHER BYTES'}")
         if not same or end["peak_rss"] > start["memory_bound"]:

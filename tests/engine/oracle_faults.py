@@ -34,9 +34,11 @@ class EngramRowsOffByOne(Oracle):
 class ExpertScaleHalved(Oracle):
     """One matrix of one expert has its scale's exponent off by one."""
 
-    def expert(self, layer: int, number: int, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        w1, w3, w2 = super().expert(layer, number, stored)
-        return w1, w3, w2 * 0.5 if (layer, number) == EXPERT else w2
+    def feed(self, layer: int, number: int, stored: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        stem = f"layers.{layer}.ffn.experts.{number}.w2.scale"
+        if (layer, number) == EXPERT:
+            stored = {**stored, stem: stored[stem] - 1}
+        return super().feed(layer, number, stored, x)
 
 
 class RopeOfTheWrongKind(Oracle):

@@ -10,7 +10,7 @@ import sysconfig
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("gather.cpp", "disk.cpp", "exl3_encode.cpp", "exl3_moe.cpp")
+SOURCES = ("gather.cpp", "disk.cpp", "exl3_encode.cpp", "exl3_moe.cpp", "mxfp4.cpp")
 HEADERS = ("pool.h", "gather_loop.inc", "exl3_loops.inc")
 LIBRARY = "libds41_kernels.so"
 # no -march: the library must run on every processor of the platform, and chooses its loops when it is loaded;

@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--read-ahead-gib", type=float, default=2.0, help="memory for experts read ahead")
     parser.add_argument("--checkpoint-every", type=int, default=1, help="layers between two saved states")
     parser.add_argument("--store", type=Path, help="Engram store; default: rows from the pack's shards")
+    parser.add_argument("--kernels", type=Path, help="compiled library of ds41_kernels")
     parser.add_argument("--threads", type=int, default=0, help="0: OMP_NUM_THREADS, else all cores")
     args = parser.parse_args()
     if args.top_k < 1 or args.checkpoint_every < 1 or args.layer_positions < 0 or args.read_ahead_gib <= 0:
@@ -55,6 +56,7 @@ def _run(args: argparse.Namespace) -> int:
         read_ahead_bytes=int(args.read_ahead_gib * (1 << 30)),
         store=args.store,
         checkpoint_every=args.checkpoint_every,
+        library=args.kernels,
     )
     try:
         config = read_config(args.pack)

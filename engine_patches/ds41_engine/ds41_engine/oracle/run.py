@@ -36,7 +36,7 @@ from .rounding import Rounding
 from .sequence import CHUNK, QUERIES, Shared, toss_ups
 from .sequence import Sequence as SequenceContext
 from .shards import Entry, Shards, decoded, digests, span_bytes
-from .stream import ExpertDecoder, Pending, ReadAhead
+from .stream import Experts, Pending, ReadAhead, compiled
 
 STATE_FORMAT = 1
 HEAD_ROWS = 8192
@@ -71,6 +71,7 @@ class Settings:
         read_ahead_bytes: of expert buffers.
         store: Engram store to read rows from, None reads them from the pack's shards.
         checkpoint_every: layers between two saved states.
+        library: compiled loops of ds41_kernels; None takes those installed beside it.
     """
 
     top_k: int = 128
@@ -80,6 +81,7 @@ class Settings:
     read_ahead_bytes: int = READ_AHEAD_BYTES
     store: Path | None = None
     checkpoint_every: int = 1
+    library: Path | None = None
 
     def numbers(self) -> dict[str, Any]:
         """The settings that the result depends on."""
@@ -107,7 +109,7 @@ class State:
 class Oracle:
     """One pack and one batch of prompts.
 
-    The methods that do one thing each (``dense``, ``expert``, ``engram_ids``, ``rope_of``, ``final``) are where tests
+    The methods that do one thing each (``dense``, ``feed``, ``engram_ids``, ``rope_of``, ...) are where tests
     put faults in.
 
     Args:
@@ -141,13 +143,17 @@ class Oracle:
         self.is_image = self.ids == IMAGE_TOKEN_ID
         self.rope = RotaryTables(self.shape, max(self.lengths))
         self.experts = self._expert_entries()
-        self.decoder = ExpertDecoder()
+        self.expert_math = Experts(compiled(settings.library), settings.threads)
         self.sample = self._sample_positions()
         self.rows: Int64Array | None = None
         self.store: EngramStore | None = None
         if self.shape.engram_layer_ids:
             self._hash(Tokenizer.from_file(str(pack / "tokenizer.json")))
         self.touched = 1.0
+
+    def numbers(self) -> dict[str, Any]:
+        """What the result's bits depend on beside pack and prompts."""
+        return {**self.settings.numbers(), "experts": self.expert_math.kind}
 
     # ---- what a pack holds
     def _expert_entries(self) -> dict[int, list[list[Entry]]]:
@@ -206,11 +212,11 @@ class Oracle:
         prefix = f"layers.{layer}."
         return {name.removeprefix(prefix): value for name, value in decoded(stored).items()}
 
-    def expert(self, layer: int, number: int, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """w1, w3 and w2 of one expert, valid until the next call."""
+    def feed(self, layer: int, number: int, stored: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """One expert's output ``[T, hidden]`` for its tokens."""
         stem = f"layers.{layer}.ffn.experts.{number}"
         try:
-            return self.decoder(stem, stored)
+            return self.expert_math.feed(stem, stored, x, self.shape.swiglu_limit, self.settings.rounding)
         except KeyError as error:
             raise CheckpointError(f"checkpoint expert {stem}: expected {error.args[0]}, found none") from None
         except ValueError as error:
@@ -255,7 +261,8 @@ class Oracle:
         layers = np.stack([v.numpy() for v in state.vectors]) if state.vectors else None
         digest = reference.write(out, self._head(head or {}, scored), self._meta(state), scored, layers)
         self.notify({"event": "done", "sha256": digest, "bytes": out.stat().st_size, "peak_rss": peak_rss(),
-                     "read": self.shards.traffic.bytes, "seconds": time.monotonic() - started})  # fmt: skip
+                     "read": self.shards.traffic.bytes, "seconds": time.monotonic() - started,
+                     "cpu_seconds": time.process_time()})  # fmt: skip
         self.shards.close()
         for old in self.work.glob("layer-*.state") if self.work is not None else ():
             old.unlink()
@@ -286,7 +293,7 @@ class Oracle:
                 self.notify({
                     "event": "layer", "layer": layer, "layers": layers, "seconds": now - began,
                     "bytes": self.shards.traffic.bytes - read, "touched": self.touched,
-                    "eta_s": (now - started) / (layer + 1 - first) * (layers - layer - 1), "peak_rss": peak_rss(),
+                    "eta_s": (now - started) / (layer + 1 - first) * (layers - layer - 1), "cpu_seconds": time.process_time(), "peak_rss": peak_rss(),
                 })  # fmt: skip
         finally:
             reader.close()
@@ -363,7 +370,7 @@ class Oracle:
         self, block: bb.Block, layer: int, state: State, reader: ReadAhead, pending: dict[int, Pending]
     ) -> Pending:
         """The feed-forward sublayer of all tokens. Returns the next layer's tensors, already asked for."""
-        tokens, shape, rounding = self.starts[-1], self.shape, self.settings.rounding
+        tokens, shape = self.starts[-1], self.shape
         x = torch.empty(tokens, shape.hidden_size)
         out = torch.zeros(tokens, shape.hidden_size)
         post, comb = torch.empty(tokens, shape.hc_mult), torch.empty(tokens, shape.hc_mult, shape.hc_mult)
@@ -387,14 +394,9 @@ class Oracle:
         following = reader.whole([] if last else self._dense_entries(layer + 1))
         for number in wanted:
             token, slot = (chosen == number).nonzero(as_tuple=True)
-            w1, w3, w2 = self.expert(layer, number, pending[number].take())
+            values = self.feed(layer, number, pending[number].take(), x[token])
             pending.pop(number).release()
-            for part in range(0, token.numel(), CHUNK):
-                here = token[part : part + CHUNK]
-                rows = rounding.matrix_input(x[here])
-                inside = bb.clamped_swiglu(F.linear(rows, w1), F.linear(rows, w3), shape.swiglu_limit)
-                values = F.linear(rounding.matrix_input(inside), w2)
-                out.index_add_(0, here, values * weights[here, slot[part : part + CHUNK], None])
+            out.index_add_(0, token, values * weights[token, slot, None])
         for number in range(len(self.prompts)):
             for rows in self._chunks(number):
                 both = block.ffn.shared_experts(x[rows]) + out[rows]
@@ -454,7 +456,7 @@ class Oracle:
 
     # ---- saved states
     def _identity(self) -> str:
-        known = [STATE_FORMAT, self.settings.numbers(), self.shards.headers, [asdict_prompt(p) for p in self.prompts]]
+        known = [STATE_FORMAT, self.numbers(), self.shards.headers, [asdict_prompt(p) for p in self.prompts]]
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
     def _save(self, state: State) -> None:
@@ -515,7 +517,7 @@ class Oracle:
         return {
             "kind": "oracle",
             "k": min(self.settings.top_k, self.shards.entry("head.weight").shape[0]),
-            "settings": self.settings.numbers(),
+            "settings": self.numbers(),
             "pack": digests(self.shards),
             "code": {"sha256": source_digest(), "torch": torch.__version__},
             "pieces": pieces,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..quant import decode_mxfp4
+from ..backbone import clamped_swiglu
+from ..quant import FP4_GROUP, decode_mxfp4
+from .rounding import Rounding
 from .shards import Entry, Shards, span_bytes
 
 MATRICES = ("w1", "w3", "w2")
@@ -82,29 +87,94 @@ class ReadAhead:
         self._thread.shutdown(wait=True)
 
 
-class ExpertDecoder:
-    """fp32 matrices of one expert at a time, in buffers that are used again and again."""
+FEW_ROWS = 32
+"""Up to this many rows an MXFP4 matrix is decoded and multiplied row by row in the cache, beyond it decoded whole."""
 
-    def __init__(self) -> None:
+
+def compiled(path: Path | None) -> ctypes.CDLL | None:
+    """The compiled loops of ds41_kernels; None where they are not to be had, and torch does their work."""
+    try:
+        import ds41_kernels
+
+        return ds41_kernels.load(path)
+    except Exception:  # not installed, not compiled, of another version: all the same here
+        return None
+
+
+class Experts:
+    """What single experts make of their tokens; buffers are used again and again.
+
+    Args:
+        library: from :func:`compiled`.
+        threads: that share a matrix.
+    """
+
+    def __init__(self, library: ctypes.CDLL | None, threads: int) -> None:
+        self._library, self._threads = library, threads
+        self._pool = ThreadPoolExecutor(threads, "experts")
         self._out: dict[str, Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.int32)
 
-    def __call__(self, stem: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """w1 and w3 ``[I, hidden]``, w2 ``[hidden, I]`` of the expert ``stem``; valid until the next call."""
-        if f"{stem}.w1.trellis" in tensors:
-            return exl3_matrices(stem, tensors)
-        w1, w3, w2 = (self._matrix(matrix, f"{stem}.{matrix}", tensors) for matrix in MATRICES)
-        return w1, w3, w2
+    @property
+    def kind(self) -> str:
+        """How few rows are multiplied; part of the result's bits."""
+        return "torch" if self._library is None else "compiled"
 
-    def _matrix(self, matrix: str, stem: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        packed, scale = tensors[f"{stem}.weight"], tensors[f"{stem}.scale"]
-        half = packed.numel()
+    def feed(self, stem: str, tensors: Mapping[str, Tensor], x: Tensor, limit: float, rounding: Rounding) -> Tensor:
+        """The expert ``stem`` of ``x [T, hidden]`` -> ``[T, hidden]``."""
+        exl3 = f"{stem}.w1.trellis" in tensors
+        whole = dict(zip(MATRICES, exl3_matrices(stem, tensors), strict=True)) if exl3 else {}
+
+        def linear(matrix: str, rows: Tensor) -> Tensor:
+            if exl3:
+                return F.linear(rows, whole[matrix])
+            codes, scale = tensors[f"{stem}.{matrix}.weight"], tensors[f"{stem}.{matrix}.scale"]
+            if self._library is not None and rows.shape[0] <= FEW_ROWS:
+                return self._few(self._library, codes, scale, rows)
+            return F.linear(rows, self._decoded(matrix, codes, scale))
+
+        rows = rounding.matrix_input(x)
+        inside = clamped_swiglu(linear("w1", rows), linear("w3", rows), limit)
+        return linear("w2", rounding.matrix_input(inside))
+
+    def _few(self, library: ctypes.CDLL, codes: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+        outputs, inputs = codes.shape[0], 2 * codes.shape[1]
+        if scale.shape != (outputs, inputs // FP4_GROUP) or x.shape[1] != inputs or inputs % FP4_GROUP:
+            raise ValueError(
+                f"MXFP4: scales {tuple(scale.shape)} do not fit {outputs}x{inputs} for {x.shape[1]} inputs"
+            )
+        if bool((scale == 255).any()):
+            raise ValueError("UE8M0 scale: expected bytes 0..254, found 255 (NaN); the tensor is damaged")
+        x, codes, scale = x.contiguous(), codes.contiguous(), scale.contiguous()
+        out = torch.empty(x.shape[0], outputs)
+
+        def part(number: int) -> int:
+            first, end = outputs * number // self._threads, outputs * (number + 1) // self._threads
+            status: int = library.ds41_mxfp4_linear(
+                codes.data_ptr(),
+                scale.data_ptr(),
+                first,
+                end,
+                outputs,
+                inputs,
+                x.data_ptr(),
+                x.shape[0],
+                out.data_ptr(),
+            )
+            return status
+
+        if any(self._pool.map(part, range(self._threads)) if self._threads > 1 else (part(0),)):
+            raise MemoryError("MXFP4: no memory for a row")
+        return out
+
+    def _decoded(self, matrix: str, codes: Tensor, scale: Tensor) -> Tensor:
+        half = codes.numel()
         out = self._out.get(matrix)
         if out is None or out.numel() != 2 * half:
             out = self._out[matrix] = torch.empty(2 * half)
         if self._scratch.numel() < half:
             self._scratch = torch.empty(half, dtype=torch.int32)
-        return decode_mxfp4(packed, scale, out, self._scratch[:half])
+        return decode_mxfp4(codes, scale, out, self._scratch[:half])
 
 
 def exl3_matrices(stem: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
