@@ -1,12 +1,13 @@
 # make demo   everything on a fresh machine: install, then `ds41ctl up --profile cpu-tiny`
-# make test   lint-free full test run, the real CPU engine end to end included
+# make test   every test, the real CPU engine end to end included; its parts: lint, test-fast, test-crash, test-engine,
+#             test-e2e. make test-slow adds the ten-minute soak and the other long forms.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_PYTEST := build/engine-pytest
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-fast test-engine lint bench clean system system-test dev
+.PHONY: demo test test-fast test-crash test-engine test-e2e test-slow lint bench clean system system-test dev
 
 demo: $(BIN)/.installed
 	$(BIN)/ds41ctl up --profile cpu-tiny
@@ -38,8 +39,15 @@ lint: $(BIN)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+PYTEST := $(BIN)/python -m pytest
+
+# worksteal: a core that is through takes over what the other one still has to do
 test-fast: $(BIN)/.dev
-	$(BIN)/python -m pytest -n 2 -m "not engine" tests/unit tests/contract tests/crash
+	$(PYTEST) -n 2 --dist worksteal tests/unit tests/contract
+
+# a death at every system call that matters, one process each
+test-crash: $(BIN)/.dev
+	$(PYTEST) -n 2 --dist worksteal tests/crash
 
 # the tests of the engine's plugin run inside the engine's venv; pytest is lent to it from outside
 $(ENGINE_PYTEST)/.installed: | $(BIN)/.dev
@@ -51,8 +59,15 @@ test-engine: $(ENGINE_PYTEST)/.installed
 	env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=$(ENGINE_PYTEST) \
 	  "$$($(BIN)/ds41ctl engine path --profile cpu-tiny)" -m pytest -q -c tests/engine/pytest.ini tests/engine
 
-test: lint test-fast test-engine
-	$(BIN)/python -m pytest -m engine tests/e2e
+test-e2e: $(BIN)/.dev
+	$(PYTEST) tests/e2e
+
+test: lint test-fast test-crash test-engine test-e2e
+
+# needs what test-engine installs
+test-slow: $(BIN)/.dev
+	$(BIN)/ds41ctl engine install --profile cpu-tiny
+	DS41_TEST_SLOW=1 $(PYTEST) tests/e2e/test_cpu_tiny_load.py
 
 bench: $(BIN)/.dev
 	$(BIN)/python -m tests.bench

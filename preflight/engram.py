@@ -25,6 +25,17 @@ def storage(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
             fix=(f'set storage = "tmpfs" in [engram] of profile {profile.name}',),
             why=why,
         )
+    if profile.engram.storage == "engine":
+        proof = "ds41: every tensor the pack must have was loaded"
+        if not profile.engine.plugin or not any(proof in marker.text for marker in profile.serve.required_markers):
+            return fail(
+                "the engine keeps the tables itself, and nothing proves that it fills them",
+                expected=f"plugin = true in [engine] and the required marker {proof!r}",
+                found="no proof",
+                fix=(f"add both to profile {profile.name}",),
+                why=why,
+            )
+        return ok("kept by the engine, whose plugin proves them loaded", expected=expected, found="engine")
     if profile.engine.kind == "container":
         passed = passed_on(profile).get("DSV41_ENGRAM_STORAGE", "")
         if passed != "ssd":
@@ -42,7 +53,7 @@ def store(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     """The store of this boot, with every layer and all bytes."""
     expected = f"layers {', '.join(map(str, profile.model.engram_layers))}, whole, of this boot"
     build = command("engram build", profile)
-    if not profile.model.engram or profile.engram.storage == "none":
+    if not profile.model.engram or profile.engram.storage in ("none", "engine"):
         return skip("the profile has no store")
     found = facts.store
     if found is None:

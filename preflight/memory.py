@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 
-from ds41ctl.core.facts import HostFacts, HugePagePool
-from ds41ctl.core.layout import RECORD_BYTES
+from ds41ctl.core.engram import node_pages, planned_placement
+from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.profile import Profile
 from preflight import need
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
@@ -114,69 +114,105 @@ def _tmpfs_fix(facts: HostFacts, missing: int, folder: str) -> tuple[str, ...]:
 
 
 def hugepages(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
-    """Enough hugepages, each table's on its own NUMA node."""
+    """Enough free hugepages on every NUMA node, or the right and the memory to reserve them when the store is built."""
     if profile.engram.storage != "hugetlb":
         return skip(f"engram.storage is {profile.engram.storage}")
-    page_kib = 1 << 20 if profile.engram.page == "1G" else 2048
-    pages = [math.ceil(table.rows * RECORD_BYTES / (page_kib * 1024)) for table in profile.model.engram]
-    expected = f"{sum(pages)} free pages of {size(page_kib * 1024)} ({' + '.join(map(str, pages))})"
+    page_kib, wanted = _pages_wanted(profile, facts)
+    page = size(page_kib * 1024)
+    expected = f"{sum(wanted.values())} free pages of {page} ({_by_node(wanted)})"
     if need.store_is_valid(facts):
         return ok("the store holds its hugepages", expected=expected, found="the store is in place")
     if facts.memory.hugepages is None:
         return unknown("the hugepage pools are not known", expected=expected, fix=("grep Huge /proc/meminfo",))
     pools = [pool for pool in facts.memory.hugepages if pool.size_kib == page_kib]
+    if not pools:
+        return fail(
+            f"this kernel has no hugepages of {page}",
+            expected=expected,
+            found="no pool of that size",
+            fix=("ls /sys/kernel/mm/hugepages", f'use engram.storage tmpfs, or page = "2M" in profile {profile.name}'),
+        )
+    free = _free_pages(facts, page_kib)
     total = sum(pool.total for pool in pools if pool.node < 0)
-    free = sum(pool.free - pool.reserved for pool in pools if pool.node < 0)
-    nodes = sorted((pool for pool in pools if pool.node >= 0), key=lambda pool: pool.node)
-    wanted = _pages_per_node(pages, nodes)
-    fix = _hugepage_fix(facts, wanted, sum(pages), page_kib)
-    if total < sum(pages):
-        return fail(
-            f"{total} hugepages of {size(page_kib * 1024)} are reserved, {sum(pages)} needed",
-            expected=expected,
-            found=f"{total} reserved, {free} free",
-            fix=fix,
-            why="the store's first touch of a page that is not there is a SIGBUS, not an error",
+    missing = {node: count - free.get(node, 0) for node, count in wanted.items() if count > free.get(node, 0)}
+    found = f"{total} reserved, free: {_by_node(free)}"
+    if not missing:
+        return ok(f"{sum(free.values())} free hugepages", expected=expected, found=found)
+    lacking = sum(missing.values())
+    if total < sum(wanted.values()):
+        summary = f"{total} hugepages of {page} are reserved, {sum(wanted.values())} needed"
+        fix = _hugepage_fix(facts, wanted, page_kib)
+    elif sum(free.values()) < sum(wanted.values()):
+        summary = f"the hugepages are there, but only {sum(free.values())} are free and no valid store holds them"
+        fix = (
+            as_root("grep -l hugepage /proc/*/maps   # which processes hold them", facts.system),
+            command("engram drop", profile),
         )
-    if free < sum(pages):
+    else:
+        summary = "there are enough hugepages, but on the wrong NUMA node"
+        fix = _hugepage_fix(facts, wanted, page_kib)
+    may = _may_reserve(facts)
+    if may is None:
+        return unknown(f"{summary}; whether the build may reserve them is not known", expected=expected, fix=fix)
+    if not may:
         return fail(
-            f"the hugepages are there, but only {free} are free and no valid store holds them",
+            f"{summary}, and this user may not reserve them",
             expected=expected,
-            found=f"{total} reserved, {free} free",
-            fix=(
-                as_root("grep -l hugepage /proc/*/maps   # which processes hold them", facts.system),
-                command("engram drop", profile),
-            ),
-        )
-    short = {pool.node: pool.free for pool in nodes if pool.free < wanted.get(pool.node, 0)}
-    if short:
-        found = ", ".join(f"node{pool.node} {pool.free} free" for pool in nodes)
-        return fail(
-            "there are enough hugepages, but on the wrong NUMA node",
-            expected=", ".join(f"node{node} {count}" for node, count in wanted.items()),
             found=found,
             fix=fix,
-            why="each table lies on the node whose GPUs read it; across the socket link reads are slower",
+            why="without its hugepages the store falls back to a tmpfs, whose rows are read more slowly",
         )
-    return ok(f"{free} free hugepages", expected=expected, found=f"{free} free")
+    if facts.memory.available is None:
+        return unknown(f"{summary}; the available memory is not known", expected=expected, fix=("free -g",))
+    if facts.memory.available < lacking * page_kib * 1024:
+        return fail(
+            f"{summary}, and {size(facts.memory.available)} of memory do not hold {lacking} more",
+            expected=expected,
+            found=found,
+            fix=("ps -eo pid,user,rss,args --sort=-rss | head   # end what is not needed", *fix),
+            why="the kernel gives fewer pages than asked for, without an error",
+        )
+    reserves = f"{command('engram build', profile)} will reserve {lacking} more ({_by_node(missing)})"
+    if page_kib > 2048 or total >= sum(wanted.values()):
+        return warn(f"{summary}; {reserves}", expected=expected, found=found, fix=fix)
+    return ok(f"{total} hugepages are reserved; {reserves}", expected=expected, found=found)
 
 
-def _pages_per_node(pages: list[int], nodes: list[HugePagePool]) -> dict[int, int]:
-    """Table k lies on node k, k-th of the nodes there are; one node takes all."""
-    wanted: dict[int, int] = {}
-    for index, count in enumerate(pages):
-        if nodes:
-            node = nodes[index % len(nodes)].node
-            wanted[node] = wanted.get(node, 0) + count
-    return wanted
+def _pages_wanted(profile: Profile, facts: HostFacts) -> tuple[int, dict[int, int]]:
+    """KiB of a page, and the pages on each NUMA node as the builder spreads the tables."""
+    page_kib = 1 << 20 if profile.engram.page == "1G" else 2048
+    pools = facts.memory.hugepages or ()
+    empty = {node.node for node in facts.memory.nodes or () if node.total == 0}
+    nodes = sorted({pool.node for pool in pools if pool.node >= 0 and pool.size_kib == page_kib} - empty)
+    return page_kib, node_pages(
+        (planned_placement(table.rows, nodes) for table in profile.model.engram), page_kib * 1024
+    )
 
 
-def _hugepage_fix(facts: HostFacts, wanted: dict[int, int], total: int, page_kib: int) -> tuple[str, ...]:
+def _free_pages(facts: HostFacts, page_kib: int) -> dict[int, int]:
+    """Free pages on each node, less what somebody has been promised; node 0 is the machine where there are no nodes."""
+    pools = [pool for pool in facts.memory.hugepages or () if pool.size_kib == page_kib]
+    promised = sum(pool.reserved for pool in pools if pool.node < 0)
+    by_node = {pool.node: max(0, pool.free - promised) for pool in pools if pool.node >= 0}
+    return by_node or {0: max(0, sum(pool.free for pool in pools) - promised)}
+
+
+def _by_node(counts: dict[int, int]) -> str:
+    return ", ".join(f"node{node} {count}" for node, count in sorted(counts.items()))
+
+
+def _may_reserve(facts: HostFacts) -> bool | None:
+    """Whether `engram build` may write nr_hugepages: root that has not lost CAP_SYS_ADMIN, or sudo -n."""
+    system = facts.system
+    return system.can_mount if system.root else system.sudo_passwordless
+
+
+def _hugepage_fix(facts: HostFacts, wanted: dict[int, int], page_kib: int) -> tuple[str, ...]:
     tee = as_root("tee", facts.system)
     folder = f"hugepages/hugepages-{page_kib}kB/nr_hugepages"
-    kind = "1G" if page_kib > 2048 else "2M"
+    kind, total = "1G" if page_kib > 2048 else "2M", sum(wanted.values())
     boot = f"if the kernel gives fewer, reserve at boot: hugepagesz={kind} hugepages={total}"
-    if not wanted:
+    if not any(pool.node >= 0 for pool in facts.memory.hugepages or ()):
         return (f"echo {total} | {tee} /sys/kernel/mm/{folder}", boot)
     lines = [f"echo {count} | {tee} /sys/devices/system/node/node{node}/{folder}" for node, count in wanted.items()]
     return (as_root("sh -c 'echo 1 > /proc/sys/vm/compact_memory'", facts.system), *lines, boot)
@@ -234,31 +270,29 @@ def hugepage_room(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     """Memory of each node for the pages still to be reserved, in blocks large enough to become pages."""
     if profile.engram.storage != "hugetlb":
         return skip(f"engram.storage is {profile.engram.storage}")
-    page_kib = 1 << 20 if profile.engram.page == "1G" else 2048
-    pages = [math.ceil(table.rows * RECORD_BYTES / (page_kib * 1024)) for table in profile.model.engram]
-    expected = f"room for {' + '.join(map(str, pages))} pages of {size(page_kib * 1024)}"
+    page_kib, wanted = _pages_wanted(profile, facts)
+    expected = f"room for {sum(wanted.values())} pages of {size(page_kib * 1024)} ({_by_node(wanted)})"
     pools = facts.memory.hugepages
     if need.store_is_valid(facts):
         return ok("the store holds its hugepages", expected=expected, found="the store is in place")
     if pools is None or facts.memory.nodes is None:
         return unknown("memory and hugepages of the nodes are not known", expected=expected, fix=("numactl -H",))
-    node_pools = sorted((p for p in pools if p.size_kib == page_kib and p.node >= 0), key=lambda pool: pool.node)
-    wanted = _pages_per_node(pages, node_pools)
-    missing = {p.node: wanted.get(p.node, 0) - p.total for p in node_pools if p.total < wanted.get(p.node, 0)}
-    if not node_pools:
+    if not any(pool.node >= 0 and pool.size_kib == page_kib for pool in pools):
         return unknown(
             "the kernel states no hugepages a node",
             expected=expected,
             fix=("ls /sys/devices/system/node/node0/hugepages",),
         )
+    free = _free_pages(facts, page_kib)
+    missing = {node: count - free.get(node, 0) for node, count in wanted.items() if count > free.get(node, 0)}
     if not missing:
-        return ok("all pages are reserved", expected=expected, found="reserved")
+        return ok("all pages are reserved and free", expected=expected, found="reserved")
     if page_kib > 2048:
         return warn(
             f"{sum(missing.values())} pages of 1 GiB are not reserved, and rarely can be after boot",
             expected=expected,
             found=f"{sum(missing.values())} missing",
-            fix=(f"boot with: hugepagesz=1G hugepages={sum(pages)}",),
+            fix=(f"boot with: hugepagesz=1G hugepages={sum(wanted.values())}",),
         )
     known = {node.node: node for node in facts.memory.nodes}
     for number, count in missing.items():
@@ -286,7 +320,7 @@ def hugepage_room(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
                     as_root(
                         "sh -c 'echo 3 > /proc/sys/vm/drop_caches; echo 1 > /proc/sys/vm/compact_memory'", facts.system
                     ),
-                    f"or reserve at boot: hugepagesz=2M hugepages={sum(pages)}",
+                    f"or reserve at boot: hugepagesz=2M hugepages={sum(wanted.values())}",
                 ),
                 why="the kernel gives fewer pages than asked for, without an error (field report: 13,567 of 84,000)",
             )
@@ -404,7 +438,7 @@ CHECKS = (
     ),
     Check(
         "host.hugepages",
-        "hugepages for the Engram store, on the right NUMA nodes",
+        "hugepages for the Engram store, on the right NUMA nodes, or the right to reserve them",
         1,
         GROUP,
         "SIGBUS while the store is filled, and tables read across the socket link",

@@ -47,7 +47,7 @@ def host_memory(profile: Profile, facts: HostFacts) -> int:
 
     Tables bound for hugepages cost nothing here once the pool is reserved: MemAvailable leaves the pool out.
     """
-    tables = store_bytes_missing(profile, facts)
+    tables = 0 if profile.engram.storage == "disk" else store_bytes_missing(profile, facts)
     if profile.engram.storage == "hugetlb":
         pool = sum(p.total * p.size_kib * 1024 for p in facts.memory.hugepages or () if p.node < 0)
         tables = max(0, table_bytes(profile) - pool)
@@ -65,8 +65,9 @@ def disk(profile: Profile, facts: HostFacts, role: str) -> int | None:
         return round(missing * PACK_HEADROOM) + PACK_RESERVE_BYTES if missing else 0
     if role == "store":
         found = facts.disk("store")
-        in_tmpfs = profile.engram.storage == "tmpfs" and found is not None and found.fstype in MEMORY_FILESYSTEMS
-        return store_bytes_missing(profile, facts) if in_tmpfs else 0
+        in_memory = found is not None and found.fstype in MEMORY_FILESYSTEMS
+        placed = profile.engram.storage == "disk" or (profile.engram.storage == "tmpfs" and in_memory)
+        return store_bytes_missing(profile, facts) if placed else 0
     if role == "state":
         return STATE_BYTES
     if profile.engine.kind != "venv" or role not in _INSTALL_BYTES:

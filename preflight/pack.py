@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds41ctl.core.facts import HostFacts, TensorFacts
 from ds41ctl.core.profile import EngramTable, Profile, RecipeSource
-from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown
+from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
 from preflight.text import command, size
 
 GROUP = "PACK"
@@ -48,6 +48,16 @@ def files(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     if absent is not None or facts.pack is None:
         return absent or unknown("the pack was not looked at", expected=expected, fix=(command("fetch", profile),))
     pack = facts.pack
+    if pack.own and not pack.files and not pack.problems:
+        if stage == "up":
+            return skip("a hybrid of your own: will be looked through and hashed")
+        return fail(
+            f"the hybrid of your own in {pack.dir} was never looked through",
+            expected=expected,
+            found="no digests of it",
+            fix=(command("fetch", profile),),
+            why="a shard that is cut or foreign loads without an error and answers wrongly",
+        )
     if not pack.files:
         return unknown(
             "nothing pins the files of this pack",
@@ -113,6 +123,14 @@ def files(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
             fix=(command("fetch --verify", profile),),
         )
     total = sum(item.size or 0 for item in pack.files)
+    if pack.own:
+        return warn(
+            f"a hybrid of your own, {len(pack.files)} files, {size(total)}: nothing pins its bytes",
+            expected="digests that the profile's sources pin",
+            found=f"as first hashed {pack.recorded_at}",
+            fix=("unset DS41_MODEL   # the pinned packs are fetched and grafted",),
+            why="a file that was wrong when it was first hashed stays wrong",
+        )
     return ok(f"{len(pack.files)} files, {size(total)}, verified", expected=expected, found="all verified")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -30,7 +31,9 @@ SUITES = ("structured", "code", "prose")
 PARTS = ("decode", "prefill", "during-prefill")
 LENGTH_ROOM = 1.03  # texts are made a little longer than wanted, since a token's length varies with the words
 LENGTH_MIN = 0.97  # of the prompt length asked for, in tokens the server counted
+SHORT_MAX = 2  # texts too short for their point that are measured again
 CLIENT_SHARE_MAX = 0.5  # of a core; above it the client may be what is measured
+COMPANY_SHARE_MAX = 0.15  # of all cores, used by programs that are neither engine nor client
 SWAP_PAGES_MAX = 256  # swapped while a point was measured (1 MiB of 4 KiB pages)
 THROTTLE_BAD = 0x8 | 0x20 | 0x40 | 0x80  # HW slowdown, SW and HW thermal, HW power brake (nvml.h)
 FOREIGN_SHARE = 0.02
@@ -134,7 +137,8 @@ class _Bench:
 
     async def _warm_up(self) -> None:
         """Two discarded requests: what a first request costs, and how long a token of our texts is."""
-        text = self._prompts.filler(256)
+        # long enough that the chat template's own tokens do not count
+        text = self._prompts.filler(min(1024, self._profile.serve.max_model_len // 4))
         reading = await self._ask(text, 8)
         self._prompts.learn(text, reading.answer.prompt_tokens or 0)
         await self._ask(self._prompts.code(), 32)
@@ -164,11 +168,13 @@ class _Bench:
         engine, host = await self._metrics(), await self._host()
         cpu, began = time.process_time(), time.monotonic()
         row, readings = await measure()
-        busy = (time.process_time() - cpu) / max(time.monotonic() - began, 1e-9)
+        used, seconds = time.process_time() - cpu, max(time.monotonic() - began, 1e-9)
+        busy = used / seconds
         engine_after, host_after = await self._metrics(), await self._host()
         marks = [*self._target.drift, *row.marks]
         marks += _foreign(engine, engine_after, readings)
         marks += _machine(host, host_after)
+        marks += _company(host, host_after, used, seconds)
         if busy > CLIENT_SHARE_MAX:
             marks.append(f"the client used {busy:.0%} of a core")
         detail = dict(row.detail)
@@ -209,19 +215,28 @@ class _Bench:
         return Row(name, _rounded(total), "tok/s", detail), readings
 
     async def _prefill(self, tokens: int) -> tuple[Row, list[Reading]]:
-        name, rates, waits, lengths, readings = f"prefill.{tokens}", [], [], [], []
+        name, short = f"prefill.{tokens}", 0
+        rates: list[float] = []
+        waits: list[float] = []
+        lengths: list[int] = []
+        readings: list[Reading] = []
         marks: list[str] = []
-        for _ in range(self._profile.bench.prefill_runs):
+        while len(rates) < self._profile.bench.prefill_runs:
             before = await self._metrics()
-            reading = await self._ask(self._prompts.filler(round(LENGTH_ROOM * tokens)), 1)
+            text = self._prompts.filler(round(LENGTH_ROOM * tokens))
+            reading = await self._ask(text, 1)
             after = await self._metrics()
             readings.append(reading)
             counted = reading.answer.prompt_tokens
             if counted is None or reading.ttft_s is None:
                 return Row(name, None, "tok/s", note="the server sent no usage or no token"), readings
-            marks += cold(reading, before, after)
+            self._prompts.learn(text, counted)
             if counted < LENGTH_MIN * tokens:
+                short += 1
+                if short <= SHORT_MAX:
+                    continue  # it taught how long a token is; the next text is longer
                 marks.append(f"prompt of {counted} tokens, {tokens} wanted")
+            marks += cold(reading, before, after)
             rates.append(counted / reading.ttft_s)
             waits.append(reading.ttft_s)
             lengths.append(counted)
@@ -326,6 +341,19 @@ def _machine(before: telemetry.HostState, after: telemetry.HostState) -> list[st
             if gpu.throttle is not None and gpu.throttle & THROTTLE_BAD:
                 marks.append(f"GPU {index} throttles (reasons {gpu.throttle:#x})")
     return list(dict.fromkeys(marks))
+
+
+def _company(before: telemetry.HostState, after: telemetry.HostState, client_s: float, seconds: float) -> list[str]:
+    """Mark of a machine that worked for somebody else meanwhile. CPU time of all that is neither engine nor client."""
+    times = (before.engine_cpu_s, before.machine_cpu_s, after.engine_cpu_s, after.machine_cpu_s)
+    if any(item is None for item in times):
+        return []
+    engine_before, machine_before, engine_after, machine_after = (item or 0.0 for item in times)
+    others = ((machine_after - machine_before) - (engine_after - engine_before) - client_s) / seconds
+    cores = os.cpu_count() or 1
+    if others > COMPANY_SHARE_MAX * cores:
+        return [f"other programs used {others:.1f} of {cores} cores"]
+    return []
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | int | None]:

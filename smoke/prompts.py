@@ -6,6 +6,8 @@ import random
 import secrets
 from dataclasses import dataclass, field
 
+CHARS_MIN, CHARS_MAX = 1.0, 12.0  # of a token of English text, whatever the tokenizer
+
 _SUBJECTS = ("The harbour", "A clerk", "The miller", "An engineer", "The lighthouse", "A pilot", "The archive")
 _VERBS = ("recorded", "repaired", "measured", "counted", "opened", "described", "moved")
 _OBJECTS = ("the northern gate", "a crate of lamps", "twelve barrels", "the old ledger", "a broken valve", "the map")
@@ -24,9 +26,9 @@ class Prompts:
         self._rng = random.Random(self.seed)  # noqa: S311 - repeatable, not a secret
 
     def learn(self, text: str, tokens: int) -> None:
-        """Correct the length of a token by a text whose tokens a server has counted."""
+        """Correct the length of a token by a text whose tokens a server has counted (within what is believable)."""
         if tokens > 0 and text:
-            self.chars_per_token = len(text) / tokens
+            self.chars_per_token = min(CHARS_MAX, max(CHARS_MIN, len(text) / tokens))
 
     def nonce(self) -> str:
         """A word no earlier run can have used."""

@@ -44,6 +44,7 @@ LOADED_CANARIES = ("smoke.arithmetic", "smoke.tool-call", "smoke.copy", "smoke.i
 CANARY_S = 300.0  # bound of one round
 GRACE_S = 120.0  # for streams that are open when the time is over
 SETTLE_S = 10.0  # after the last stream ended, until an engine must be at rest
+LIFE_PAUSE_S = 1.0  # between two of the three looks at an engine that may be dead
 QUEUE_FACTOR = 2.5  # of soak.stall_s: a first token may wait for a place in the batch and for its prompt
 _DEAD = (Fault.REFUSED, Fault.RESET, Fault.CUT)
 
@@ -441,7 +442,7 @@ class _Soak:
                 return
             except HttpFault as caught:
                 fault = caught.message
-                await asyncio.sleep(1)
+                await asyncio.sleep(LIFE_PAUSE_S)
         raise _DeadError(fault)
 
     async def _require_token(self, fault: str) -> None:

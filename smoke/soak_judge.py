@@ -57,9 +57,11 @@ class _Case:
     profile: Profile
 
     @property
-    def loaded_until(self) -> float:
-        """When the last request was sent: what follows are drains and canaries, without load to compare."""
-        return max((turn.at for turn in self.trace.turns), default=0.0)
+    def loaded(self) -> tuple[float, float]:
+        """When the load began and ended, by the requests sent. The first one is apart: it pays what a first one costs
+        (minutes, where kernels are compiled), and after the last one come drains and canaries only."""
+        times = sorted(turn.at for turn in self.trace.turns)
+        return (times[1], times[-1]) if len(times) > 1 else (0.0, 0.0)
 
     @property
     def warm_at(self) -> float | None:
@@ -275,13 +277,14 @@ def _decode(name: str, case: _Case) -> Finding:
     limits = case.profile.soak
     times, rates = _relative(case.trace.turns, lambda turn: turn.decode_tps)
     expected = f"last fifth at least {limits.decode_retention_min:g} of the first"
-    parts = stats.fifths(0.0, case.loaded_until, times, rates)
+    parts = stats.fifths(*case.loaded, times, rates)
     first, last = parts[0], parts[4]
     if len(first) < FEWEST or len(last) < FEWEST:
         return _unknown(name, f"{len(first)} rates in the first fifth, {len(last)} in the last", expected)
     kept = stats.ratio(first, last, statistics.median)
     drift = stats.slope(times, rates)
-    per_run = stats.Interval(*(v * case.loaded_until for v in (drift.value, drift.low, drift.high)))
+    began, ended = case.loaded
+    per_run = stats.Interval(*(v * (ended - began) for v in (drift.value, drift.low, drift.high)))
     found = f"{kept.show()} of the first fifth; trend over the run {per_run.show()}"
     why = "the engine slows down while it runs: clocks, memory, a growing queue or cache"
     fix = ("ds41ctl status", "nvidia-smi -q -d CLOCK,PERFORMANCE", "ds41ctl logs")
@@ -302,7 +305,7 @@ def _decode(name: str, case: _Case) -> Finding:
 def _ttft(name: str, case: _Case) -> Finding:
     limit = case.profile.soak.ttft_ratio_max
     times, waits = _relative(case.trace.turns, lambda turn: turn.ttft_s)
-    parts = stats.fifths(0.0, case.loaded_until, times, waits)
+    parts = stats.fifths(*case.loaded, times, waits)
     first, last = parts[0], parts[4]
     fewest = min(len(first), len(last))
     if fewest < FEWEST:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ds41ctl.adapters.textfile import text
 from ds41ctl.core.facts import CacheFacts, P2pCache, StaleLock
 
-DEPTH = 3  # policy: torch keeps its locks two folders deep (<python>_<cuda>/<extension>/lock)
+DEPTH = 5  # policy: <engine and driver>/torch_extensions/<python>_<cuda>/<extension>/lock
 
 
 def inspect(environ: Mapping[str, str], cache_dir: Path | None, root: Path) -> CacheFacts:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds41ctl.adapters import proc
 from ds41ctl.adapters.textfile import text
+from ds41ctl.core.errors import UnsupportedError
 from ds41ctl.core.facts import CdiSpec, ContainerFacts, ToolFacts
+from ds41ctl.core.layout import Layout
 
 TIMEOUT_S = 5.0  # policy
+START_S = 120.0  # policy: `run -d` returns when the container's process is started; a cold daemon takes some seconds
+CLIENTS = ("docker", "podman")
 SPEC_FOLDERS = ("etc/cdi", "var/run/cdi", "run/cdi")  # the CDI specification's own search path
 
 
@@ -49,7 +55,7 @@ def _cdi_enabled(runtime: str, info: str) -> bool | None:
     return bool(tree.get("CDISpecDirs")) if isinstance(tree, dict) else None
 
 
-def _image_id(path: str, image: str, environ: Mapping[str, str]) -> str | None:
+def _image_id(path: str, image: str, environ: Mapping[str, str] | None) -> str | None:
     if not image:
         return None
     done = proc.run([path, "image", "inspect", "--format", "{{.Id}}", image], timeout=TIMEOUT_S, env=environ)
@@ -128,3 +134,104 @@ def _of_json(content: str) -> tuple[str, list[str], list[str]]:
 
     walk(tree)
     return str(tree.get("kind", "")), names, hosts
+
+
+@dataclass(frozen=True)
+class State:
+    """One container as its runtime sees it. `pid`: its first process on this machine, 0 when it has none."""
+
+    id: str
+    name: str
+    status: str
+    pid: int
+    exit_code: int
+    oom_killed: bool
+    restarts: int
+    restart_policy: str
+    error: str
+    created: str
+    image: str
+
+    @property
+    def running(self) -> bool:
+        """True while its first process runs and nobody restarts it."""
+        return self.status == "running"
+
+    def ending(self) -> str | None:
+        """None while it runs as it was started, else what became of it."""
+        if self.restarts:
+            return f"restarted {self.restarts} times by its restart policy {self.restart_policy!r}"
+        if self.running:
+            return None
+        if self.status in ("created", "paused", "restarting", "removing", "dead"):
+            return f"state {self.status!r}" + (f": {self.error}" if self.error else "")
+        if self.oom_killed:
+            return f"exit status {self.exit_code}, killed for memory: its memory limit or the machine's was reached"
+        return f"exit status {self.exit_code}" + (f": {self.error}" if self.error else "")
+
+
+def client() -> str:
+    """The container client that is installed, docker before podman; '' for none."""
+    return next((name for name in CLIENTS if shutil.which(name)), "")
+
+
+def need_client() -> str:
+    """As `client`. Raises UnsupportedError without one."""
+    found = client()
+    if not found:
+        raise UnsupportedError("neither docker nor podman is installed", hints=("sudo apt-get install podman",))
+    return found
+
+
+def image_digest(layout: Layout) -> str:
+    """Id of the profile's image without `sha256:`, '' when it is not there or nobody can be asked."""
+    tool = client()
+    found = _image_id(tool, layout.profile.engine.image, None) if tool else ""
+    return (found or "").removeprefix("sha256:")
+
+
+def state(tool: str, name: str) -> State | None:
+    """A container by name or id, None when there is none. Raises UnsupportedError when the runtime does not answer."""
+    done = proc.run([tool, "container", "inspect", name], timeout=TIMEOUT_S * 2)
+    if not done.ok:
+        said = done.stderr.strip() or done.stdout.strip()
+        if "no such" in said.lower() or "no container with name" in said.lower():
+            return None
+        why = "no answer in time" if done.timed_out else (said.splitlines() or ["no reason given"])[-1][:200]
+        raise UnsupportedError(f"{tool} does not answer: {why}", hints=(f"{tool} info",))
+    try:
+        tree = json.loads(done.stdout)[0]
+        told, host = tree.get("State", {}), tree.get("HostConfig", {})
+        return State(
+            id=str(tree["Id"]),
+            name=str(tree.get("Name", "")).lstrip("/"),
+            status=str(told.get("Status", "")).lower(),
+            pid=int(told.get("Pid") or 0),
+            exit_code=int(told.get("ExitCode") or 0),
+            oom_killed=bool(told.get("OOMKilled")),
+            restarts=int(tree.get("RestartCount") or 0),
+            restart_policy=str((host.get("RestartPolicy") or {}).get("Name") or "no"),
+            error=str(told.get("Error") or "")[:200],
+            created=str(tree.get("Created", "")),
+            image=str(tree.get("Image", "")),
+        )
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise UnsupportedError(f"{tool} container inspect gave something that is not its JSON") from None
+
+
+def start(argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> tuple[str, str]:
+    """Run `docker run -d ...`: (container id, '') or ('', what the client said)."""
+    done = proc.run(argv, timeout=START_S, env=env, cwd=cwd)
+    found = done.stdout.strip().splitlines()[-1:] if done.ok else []
+    if found and re.fullmatch(r"[0-9a-f]{12,64}", found[0]):
+        return found[0], ""
+    said = "no answer in time" if done.timed_out else (done.stderr.strip() or done.stdout.strip() or "nothing was said")
+    return "", said
+
+
+def stop(tool: str, name: str, grace_s: float) -> str:
+    """Ask the container to end, end it after the grace, remove it; '' or what is left."""
+    proc.run([tool, "stop", "-t", str(int(grace_s)), name], timeout=grace_s + 30)
+    proc.run([tool, "rm", "-f", name], timeout=60)
+    left = state(tool, name)
+    return "" if left is None else f"container {left.name} ({left.id[:12]}) is {left.status} and cannot be removed"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ds41ctl.adapters import pack, peercopy, proc
 from ds41ctl.core.facts import AbiFacts, DigestFacts, HostFacts, LoadFacts, PeerCopyFacts
+from ds41ctl.core.launch import INHERITED
 from ds41ctl.core.layout import Layout
-from ds41ctl.core.plan import INHERITED
 
 IMPORT_TIMEOUT_S = 180.0  # policy: a first import without bytecode from a slow disk takes a minute
 COPY_TIMEOUT_S = 300.0  # policy

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import os
 import re
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
 import httpx2
 
-from ds41ctl.core.errors import Ds41Error, IntegrityError, NetworkError, NotFoundError, UnauthorisedError
+from ds41ctl.core.errors import ConfigError, Ds41Error, IntegrityError, NetworkError, NotFoundError, UnauthorisedError
 from ds41ctl.core.masking import mask_text
 
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -46,6 +48,11 @@ class Limits:
 def pause(limits: Limits, attempt: int, retry_after: float | None) -> float:
     """Seconds to wait before try number `attempt` + 1."""
     return retry_after if retry_after is not None else min(limits.backoff_s * 2 ** (attempt - 1), limits.backoff_max_s)
+
+
+def next_attempt(limits: Limits, attempt: int, wait_s: float) -> str:
+    """What is said while waiting after try number `attempt`."""
+    return f"attempt {attempt + 1} of {limits.attempts} in {wait_s:.3g} s"
 
 
 class Fault(NetworkError):
@@ -86,6 +93,9 @@ def translate(error: Exception, url: str) -> Ds41Error:
     """The error a user understands for an exception of the HTTP library."""
     if isinstance(error, Ds41Error):
         return error
+    if isinstance(error, httpx2.RequestError):
+        with contextlib.suppress(RuntimeError):  # without a request
+            url = str(error.request.url)  # where a redirect had led to
     place = _place(url)
     text = mask_text(str(error).splitlines()[0] if str(error) else type(error).__name__)
     if isinstance(error, httpx2.ConnectTimeout | httpx2.PoolTimeout):
@@ -93,14 +103,38 @@ def translate(error: Exception, url: str) -> Ds41Error:
     if isinstance(error, httpx2.TimeoutException):
         return Fault(f"{place}: no byte for too long")
     if isinstance(error, httpx2.ConnectError):
-        if "CERTIFICATE" in text.upper() or "SSL" in text.upper():
-            return NetworkError(
-                f"{place}: TLS: {text}", hints=("date   # a wrong clock", "export SSL_CERT_FILE=/path/of/your/ca.pem")
-            )
-        return Fault(f"{place}: cannot be reached: {text}")
+        cause = _tls_cause(error)
+        if cause is not None:
+            return _tls_error(place, cause)
+        fault = Fault(f"{place}: cannot be reached: {text}")
+        if urllib.request.getproxies():
+            fault.hints = ("env | grep -i _proxy   # the request went through this", *fault.hints)
+        return fault
     if isinstance(error, httpx2.HTTPError | httpx2.StreamError | ssl.SSLError | OSError):
         return Fault(f"{place}: the connection broke: {text}")
     return NetworkError(f"{place}: {text}")
+
+
+def _tls_cause(error: BaseException) -> ssl.SSLError | None:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
+def _tls_error(place: str, cause: ssl.SSLError) -> NetworkError:
+    """A handshake that failed will fail again: no Fault."""
+    if not isinstance(cause, ssl.SSLCertVerificationError):
+        reason = (cause.reason or str(cause)).lower().replace("_", " ")
+        return NetworkError(f"{place}: no TLS connection: {reason}", hints=("echo $HF_ENDPOINT   # https or http?",))
+    why = cause.verify_message.rstrip(".")
+    if "expired" in why or "not yet valid" in why:
+        hint = "date   # or is it this machine's clock?"
+    elif "mismatch" in why:
+        hint = "echo $HF_ENDPOINT   # the certificate is made out to another name"
+    else:
+        hint = "export SSL_CERT_FILE=/path/of/your/ca.pem   # the CA that signed it"
+    return NetworkError(f"{place}: its certificate is not accepted: {why}", hints=(hint,))
 
 
 def status_error(status: int, headers: Mapping[str, str], url: str, *, what: str) -> Ds41Error:
@@ -164,14 +198,34 @@ def next_place(url: httpx2.URL, location: str, what: str) -> httpx2.URL:
 class Client:
     """Connections shared by all files. `token` goes to `endpoint`'s origin alone and is shown nowhere."""
 
-    def __init__(self, endpoint: str, token: str | None, limits: Limits) -> None:
-        self.endpoint, self._token, self.limits = httpx2.URL(endpoint), token, limits
-        self._client = httpx2.Client(
-            timeout=httpx2.Timeout(limits.stall_s, connect=limits.connect_s),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=16),
-            headers={"Accept-Encoding": "identity", "User-Agent": "ds41ctl"},
-            follow_redirects=False,
-        )
+    def __init__(
+        self, endpoint: str, token: str | None, limits: Limits, note: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """`note` is told of every wait. Raises ConfigError for CA files or proxies of this environment that are none.
+
+        `SSL_CERT_FILE` (or `SSL_CERT_DIR`) replaces the certificates of the system.
+        """
+        self.endpoint, self._token, self.limits, self._note = httpx2.URL(endpoint), token, limits, note
+        try:
+            self._client = httpx2.Client(
+                timeout=httpx2.Timeout(limits.stall_s, connect=limits.connect_s),
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=16),
+                headers={"Accept-Encoding": "identity", "User-Agent": "ds41ctl"},
+                follow_redirects=False,
+            )
+        except OSError as error:
+            name = next((name for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(name)), "")
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(
+                f"{name}={os.environ[name]}: no CA certificates there: {reason}" if name else f"TLS: {reason}",
+                hints=(f"unset {name}   # then the certificates of the system count",) if name else (),
+            ) from None
+        except (ValueError, ImportError, httpx2.InvalidURL) as error:
+            found = " ".join(f"{scheme}: {mask_text(url)}" for scheme, url in urllib.request.getproxies().items())
+            reason = "SOCKS is not supported" if isinstance(error, ImportError) else "expected http://HOST:PORT"
+            raise ConfigError(
+                f"the proxy of this environment ({found}) cannot be used: {reason}", hints=("env | grep -i _proxy",)
+            ) from None
 
     def close(self) -> None:
         """Free the connections."""
@@ -211,7 +265,9 @@ class Client:
             try:
                 return self.get(url, what)
             except Fault as fault:
-                time.sleep(pause(self.limits, attempt, fault.retry_after))
+                wait = pause(self.limits, attempt, fault.retry_after)
+                self._note(f"{fault.message}; {next_attempt(self.limits, attempt, wait)}")
+                time.sleep(wait)
         return self.get(url, what)
 
     def send(self, url: httpx2.URL, headers: Mapping[str, str]) -> httpx2.Response:

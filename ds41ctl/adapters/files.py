@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ds41ctl.core.errors import DeniedError, Ds41Error, IntegrityError, LockedError, NoSpaceError
+from ds41ctl.core.errors import ConfigError, DeniedError, Ds41Error, IntegrityError, LockedError, NoSpaceError
 from ds41ctl.core.masking import mask_argv
 
 CHUNK = 1 << 20
@@ -31,6 +31,10 @@ def os_error(error: OSError, what: str) -> Ds41Error:
         return NoSpaceError(f"{what}: no space left", hints=("df -h", "free the space and run the same command again"))
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return DeniedError(f"{what}: {error.strerror}")
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG):
+        return ConfigError(f"{what}: {error.strerror}", hints=("ds41ctl config   # where each folder comes from",))
+    if error.errno == errno.EIO:
+        return Ds41Error(f"{what}: {error.strerror}", hints=("dmesg | tail   # what the disk says",))
     return Ds41Error(f"{what}: {error.strerror or error}")
 
 

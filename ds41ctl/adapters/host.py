@@ -40,8 +40,8 @@ from ds41ctl.core.facts import (
     SystemFacts,
     ToolFacts,
 )
+from ds41ctl.core.launch import RUN_MARKER
 from ds41ctl.core.masking import mask_argv, mask_value
-from ds41ctl.core.plan import RUN_MARKER
 from ds41ctl.core.profile import Profile
 from ds41ctl.core.topology import bus_key
 

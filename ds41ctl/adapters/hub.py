@@ -8,7 +8,7 @@ import re
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,8 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from ds41ctl.adapters import download
 from ds41ctl.adapters.download import Fault, Limits, Stream
-from ds41ctl.core.errors import Ds41Error, IntegrityError, NetworkError
+from ds41ctl.core.errors import ConfigError, Ds41Error, IntegrityError, NetworkError
+from ds41ctl.core.masking import mask_text
 from ds41ctl.core.pins import PinnedFile, PinnedTree, check_paths
 from ds41ctl.core.profile import Sha256
 
@@ -24,8 +25,10 @@ HUB = "https://huggingface.co"
 # huggingface_hub reads these once, at import; its defaults of 10 s end multi-gigabyte requests on a busy line
 TIMEOUTS = {"HF_HUB_DOWNLOAD_TIMEOUT": "120", "HF_HUB_ETAG_TIMEOUT": "30"}
 _XET_TOKEN_SPARE_S = 60
-# bytes that hf-xet keeps in memory; its defaults (1.6 GB, growing to 6.3 GB) would take it from an engine
-XET_BUFFERS = {
+# bytes that hf-xet keeps in memory: its defaults (1.6 GB, growing to 6.3 GB) would take it from an engine; and it
+# reports nothing to anybody about what it does
+XET_CONFIG = {
+    "telemetry.enabled": False,
     "reconstruction.download_buffer_size": 64_000_000,
     "reconstruction.download_buffer_perfile_size": 16_000_000,
     "reconstruction.download_buffer_limit": 96_000_000,
@@ -35,7 +38,9 @@ XET_BUFFERS = {
 
 def _library() -> Any:
     for name, value in TIMEOUTS.items():
-        os.environ.setdefault(name, value)
+        found = os.environ.setdefault(name, value)
+        if not found.isdecimal():
+            raise ConfigError(f"{name}={found}: expected a whole number of seconds", hints=(f"unset {name}",))
     import huggingface_hub
 
     return huggingface_hub
@@ -69,6 +74,32 @@ class _TreeEntry(BaseModel):
 _TREE = TypeAdapter(list[_TreeEntry])
 
 
+def _endpoint() -> str:
+    """HF_ENDPOINT or the Hub itself. Raises ConfigError for anything that is no web address."""
+    found = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
+    try:
+        parts = urllib.parse.urlsplit(found)
+        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:  # brackets or a port that are none
+        good = False
+    if not good or re.search(r"[\s\x00-\x1f]", found):
+        raise ConfigError(
+            f"HF_ENDPOINT={mask_text(os.environ['HF_ENDPOINT'])}: expected https://HOST or http://HOST:PORT",
+            hints=("unset HF_ENDPOINT",),
+        )
+    return found
+
+
+def _token() -> str | None:
+    """The token of this environment. Raises ConfigError for one that no header can hold; it is never shown."""
+    token: str | None = _library().get_token()
+    if token and not re.fullmatch(r"[!-~]+", token):
+        raise ConfigError(
+            "the Hub token holds a blank or a character that no token has", hints=("export HF_TOKEN=hf_...",)
+        )
+    return token
+
+
 def _flag(name: str) -> bool:
     return os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
 
@@ -85,21 +116,22 @@ class Hub:
     offline: bool
     xet: bool
     limits: Limits = field(default_factory=Limits)
+    note: Callable[[str], None] = field(default=lambda text: None, repr=False)  # told of every wait for the file list
 
     @classmethod
     def of_environment(cls, *, xet: bool | None = None, limits: Limits | None = None) -> Hub:
         """HF_ENDPOINT, HF_TOKEN (or the token file in HF_HOME), HF_HUB_OFFLINE, HF_HUB_DISABLE_XET.
 
-        `xet` None: on for the Hub itself, off for a mirror.
+        `xet` None: on for the Hub itself, off for a mirror. Raises ConfigError for what cannot be meant.
         """
-        endpoint = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
+        endpoint = _endpoint()
         wanted = endpoint == HUB and not _flag("HF_HUB_DISABLE_XET") if xet is None else xet
-        return cls(endpoint, _library().get_token(), _flag("HF_HUB_OFFLINE"), wanted, limits or Limits())
+        return cls(endpoint, _token(), _flag("HF_HUB_OFFLINE"), wanted, limits or Limits())
 
     @property
     def name(self) -> str:
         """The endpoint's host, for messages."""
-        return urllib.parse.urlsplit(self.endpoint).netloc
+        return urllib.parse.urlsplit(self.endpoint).netloc.rpartition("@")[2]
 
     def demand_online(self, what: str) -> None:
         """Raise NetworkError when this environment forbids the network."""
@@ -118,7 +150,7 @@ class Hub:
         """
         what = f"{repo}@{revision[:12]}"
         self.demand_online(f"the file list of {repo}")
-        client = download.Client(self.endpoint, self.token, self.limits)
+        client = download.Client(self.endpoint, self.token, self.limits, self.note)
         try:
             _, body = client.patiently(f"{self.endpoint}/api/models/{repo}/revision/{revision}", what)
             found = _Info.model_validate_json(body)
@@ -174,7 +206,7 @@ class XetStore:
 
         with self._lock:
             if self._session is None:
-                self._session = hf_xet.XetSession(hf_xet.XetConfig().with_config(XET_BUFFERS))
+                self._session = hf_xet.XetSession(hf_xet.XetConfig().with_config(XET_CONFIG))
             if self._access.get("token_expiry_unix_secs", 0) <= time.time() + _XET_TOKEN_SPARE_S:
                 self._access = self._token()
             refresh = {"Authorization": f"Bearer {self._hub.token}"} if self._hub.token else {}

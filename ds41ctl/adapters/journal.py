@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ds41ctl.adapters.files import fsync_dir
+from ds41ctl.adapters.files import fsync_dir, os_error
 from ds41ctl.core.event import Event, EventType, StepState
 from ds41ctl.core.finding import Finding
 
@@ -71,11 +71,17 @@ class Journal:
 
 
 def new_folder(runs: Path, keep: int = KEEP) -> Path:
-    """Make the folder of a new run, private; `latest` points to it, and only the `keep` newest stay."""
+    """Make the folder of a new run, private; `latest` points to it, and only the `keep` newest stay.
+
+    Raises the error a user understands when the state folder cannot be written.
+    """
     run = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
     folder = runs / run
-    folder.mkdir(mode=0o700, parents=True)
-    _relink(runs / "latest", run)
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+        _relink(runs / "latest", run)
+    except OSError as error:
+        raise os_error(error, f"making {folder}") from None
     _prune(runs, keep, folder)
     return folder
 

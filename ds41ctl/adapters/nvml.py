@@ -175,6 +175,16 @@ class Nvml:
             _ask(library, "nvmlShutdown")
 
 
+def used_mib() -> tuple[int, ...]:
+    """Memory in use on each GPU, MiB; () when NVML cannot be asked. A start watches it grow."""
+    found = survey().gpus or ()
+    return tuple(
+        gpu.memory_total_mib - gpu.memory_free_mib
+        for gpu in found
+        if gpu.memory_total_mib is not None and gpu.memory_free_mib is not None
+    )
+
+
 def survey(library: Any = None) -> Survey:
     """All GPUs of this machine."""
     return Nvml(library).survey()

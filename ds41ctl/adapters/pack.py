@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import json
 import os
@@ -17,20 +18,23 @@ from typing import Any
 from ds41ctl.adapters import files, part, pins
 from ds41ctl.adapters.safetensors import Tensor, read_header, read_index
 from ds41ctl.core import packgen
-from ds41ctl.core.errors import IntegrityError
+from ds41ctl.core.errors import DeniedError, IntegrityError
 from ds41ctl.core.facts import PackFacts, PackFileFacts, TensorFacts
 from ds41ctl.core.layout import Layout
-from ds41ctl.core.pins import chosen, merged
+from ds41ctl.core.pins import LOCK_SCHEMA, SeenFile, SeenPack, chosen, merged
 from ds41ctl.core.profile import Profile, RecipeSource
 from ds41ctl.core.tensors import TABLE
 
 SIDECAR = ".sha256-ok"
 QUARANTINE = ".bad"
 MISSING = "missing"
+NO_ACCESS = "may not be read by this user"
 LINK_OUT = "a symlink that leaves the pack folder"
 INDEX = "model.safetensors.index.json"
 GRAFT = "ds41-graft.json"
 LOCK_FILE = ".ds41ctl.lock"
+OWN_RECORD = "record.json"
+SMALL = {".json", ".jinja", ".txt", ".model"}  # of a hybrid that nothing pins: configuration and tokenizer
 _MARK = "# ds41ctl "
 _OWN = re.compile(
     rf"{re.escape(LOCK_FILE)}(\.holder)?|{re.escape(GRAFT)}|.*{re.escape(QUARANTINE)}"
@@ -43,7 +47,8 @@ class Expected:
     """One file the pack must have; `revision` is the commit (or recipe) that pins it.
 
     Its bytes are pinned by `sha256`, or by `git_oid` (git's blob id) where the Hub states no sha256. `repo` and
-    `xet` say where it is downloaded. `target`: the name is a link and the bytes lie there.
+    `xet` say where it is downloaded. `target`: the name is a link and the bytes lie there. `sidecar`: where it lies,
+    when not beside the bytes.
     """
 
     name: str
@@ -54,6 +59,7 @@ class Expected:
     repo: str = ""
     xet: str = ""
     target: Path | None = None
+    sidecar: Path | None = None
 
     @property
     def digest(self) -> str:
@@ -93,8 +99,11 @@ def recipe(profile: Profile) -> packgen.PackRecipe | None:
 def holdings(layout: Layout) -> tuple[Holding, ...] | None:
     """Every folder that sources fill, with its pinned files; () for a local pack, None while pins are missing.
 
+    A hybrid of the user's own is one folder, pinned by what was first seen of it (None before that).
     Raises IntegrityError when the pins disagree, ConfigError when sources contradict each other.
     """
+    if own_hybrid(layout):
+        return _own(layout)
     found = recipe(layout.profile)
     if found is not None:
         items = tuple(Expected(item.name, item.size, item.sha256, found.revision) for item in found.files)
@@ -130,7 +139,7 @@ def holdings(layout: Layout) -> tuple[Holding, ...] | None:
 def expected(layout: Layout) -> tuple[Expected, ...]:
     """Pinned files of the pack's own folder; empty when nothing pins them (a local folder, or not fetched yet)."""
     held = holdings(layout) or ()
-    if layout.profile.model.graft is not None:
+    if layout.profile.model.graft is not None and not own_hybrid(layout):
         return _grafted(layout, held)
     return next((holding.items for holding in held if holding.folder == layout.model_dir), ())
 
@@ -163,6 +172,71 @@ def graft_manifest(folder: Path) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
+# ---- a hybrid of the user's own
+
+
+def own_hybrid(layout: Layout) -> bool:
+    """DS41_MODEL names a folder that holds something else than `pack graft` of this profile made there."""
+    if not layout.own_model or layout.profile.model.graft is None or not _has_anything(layout.model_dir):
+        return False
+    return not (layout.model_dir / GRAFT).exists()
+
+
+def own_record(layout: Layout) -> SeenPack | None:
+    """What was first seen of the user's hybrid, None when it was not looked through or lay elsewhere then."""
+    path = layout.own_pins_dir / OWN_RECORD
+    try:
+        seen = SeenPack.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise IntegrityError(f"{path}: cannot be read: {first}", hints=(f"rm {path}",)) from None
+    return seen if seen.folder == str(layout.model_dir.resolve()) else None
+
+
+def write_own_record(layout: Layout, found: dict[str, SeenFile]) -> None:
+    """Keep what was found of the user's hybrid, and the sidecars that bind the digests to these very bytes."""
+    seen = SeenPack(
+        schema=LOCK_SCHEMA,
+        folder=str(layout.model_dir.resolve()),
+        recorded_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        files=dict(sorted(found.items())),
+    )
+    for item in _own_items(layout, seen):
+        write_sidecar(item.target or layout.model_dir / item.name, item)
+    files.publish_json(layout.own_pins_dir / OWN_RECORD, seen.model_dump(mode="json", by_alias=True))
+
+
+def _own(layout: Layout) -> tuple[Holding, ...] | None:
+    seen = own_record(layout)
+    return None if seen is None else (Holding(layout.model_dir, _own_items(layout, seen)),)
+
+
+def _own_items(layout: Layout, seen: SeenPack) -> tuple[Expected, ...]:
+    return tuple(_own_item(layout, name, item.size, item.sha256) for name, item in seen.files.items())
+
+
+def _own_item(layout: Layout, name: str, size: int, sha256: str) -> Expected:
+    path = layout.model_dir / name
+    target = path.resolve() if path.is_symlink() else None  # hybrids are made of links, wherever they lead
+    return Expected(name, size, sha256, "own", target=target, sidecar=layout.own_pins_dir / (name + SIDECAR))
+
+
+def own_names(folder: Path) -> list[str]:
+    """Files of a hybrid that count: the shards its index and its tables need, and what is no weight and runs no code.
+
+    Raises IntegrityError when there is no index.
+    """
+    index, outside = weight_map(folder)
+    small = [
+        path.name
+        for path in folder.iterdir()
+        if path.is_file() and path.suffix.lower() in SMALL and not _OWN.fullmatch(path.name)
+    ]
+    return sorted({*index.values(), *outside.values(), *small})
+
+
 # ---- one file
 
 
@@ -185,12 +259,12 @@ def write_sidecar(path: Path, item: Expected, sha256: str = "") -> None:
     if item.git_oid:
         binding["git_oid"] = item.git_oid
     text = f"{digest}  {path.name}\n{_MARK}{json.dumps(binding, sort_keys=True)}\n"
-    files.publish(path.with_name(path.name + SIDECAR), [text.encode()])
+    files.publish(item.sidecar or path.with_name(path.name + SIDECAR), [text.encode()])
 
 
 def sidecar_problem(path: Path, item: Expected) -> str:
     """'' when the sidecar vouches for the file as it is now, else what is wrong with it."""
-    sidecar = path.with_name(path.name + SIDECAR)
+    sidecar = item.sidecar or path.with_name(path.name + SIDECAR)
     try:
         lines = sidecar.read_text(encoding="utf-8").splitlines()
         binding: dict[str, Any] = json.loads(lines[1].removeprefix(_MARK))
@@ -230,7 +304,9 @@ def place_problem(folder: Path, item: Expected) -> str:
     elif not real.is_relative_to(folder.resolve()):
         return LINK_OUT
     size = path.stat().st_size
-    return "" if size == item.size else f"{size} bytes, expected {item.size}"
+    if size != item.size:
+        return f"{size} bytes, expected {item.size}"
+    return "" if os.access(path, os.R_OK) else NO_ACCESS
 
 
 def file_problem(folder: Path, item: Expected, *, hash_it: bool) -> str:
@@ -274,11 +350,12 @@ def quick(held: Iterable[Holding]) -> list[Checked]:
 
 
 def hash_all(
-    wanted: Sequence[tuple[Path, Expected]], on_bytes: Callable[[int, Expected], None]
+    wanted: Sequence[tuple[Path, Expected]], on_bytes: Callable[[int, Expected], None], *, lenient: bool = False
 ) -> Iterator[tuple[Path, Expected, str]]:
     """Hash files on all cores, the big ones first; good ones get a fresh sidecar. Yields each with its problem.
 
-    `on_bytes` is told from several threads how many bytes of a file were just read.
+    `on_bytes` is told from several threads how many bytes of a file were just read. `lenient`: a pack that belongs to
+    somebody else is hashed all the same, its sidecars stay as they are.
     """
     stop = threading.Event()
 
@@ -291,7 +368,8 @@ def hash_all(
         reason, sha256 = bytes_problem(folder, item, count)
         path = item.target or folder / item.name
         if not reason and sidecar_problem(path, item):
-            write_sidecar(path, item, sha256)
+            with contextlib.suppress(*((DeniedError,) if lenient else ())):
+                write_sidecar(path, item, sha256)
         return folder, item, reason
 
     ordered = sorted(wanted, key=lambda pair: -pair[1].size)
@@ -328,8 +406,23 @@ def foreign(holding: Holding) -> list[tuple[str, str]]:
 
 def weight_map(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     """(tensor -> shard as the index says, Engram table -> shard that a hybrid keeps outside its index)."""
-    outside = graft_manifest(folder).get("outside_index", {})
-    return read_index(folder / INDEX), {str(name): str(file) for name, file in outside.items()}
+    index, outside = read_index(folder / INDEX), graft_manifest(folder).get("outside_index")
+    return index, _beside(folder, index) if outside is None else {
+        str(name): str(file) for name, file in outside.items()
+    }
+
+
+def _beside(folder: Path, index: dict[str, str]) -> dict[str, str]:
+    """Engram tables of a hybrid that somebody else built: no index names them, the shards of their layers hold them."""
+    if not any(name.endswith(".trellis") for name in index) or any(TABLE.fullmatch(name) for name in index):
+        return {}
+    found: dict[str, str] = {}
+    for file in sorted({file for name, file in index.items() if ".engram." in name}):
+        path = folder / file
+        if Path(file).name == file and path.is_file():
+            with contextlib.suppress(IntegrityError):  # whoever reads the shard itself says what is wrong with it
+                found |= {name: file for name in read_header(path) if TABLE.fullmatch(name)}
+    return found
 
 
 @dataclass(frozen=True)
@@ -391,6 +484,12 @@ def inspect(layout: Layout) -> PackFacts:
     except IntegrityError as error:
         problems.append(error.message)
     missing = None if held is None else sum(bytes_missing(holding) for holding in held)
+    own, recorded = own_hybrid(layout), ""
+    if own:
+        missing = 0  # nothing is downloaded for it
+        with contextlib.suppress(IntegrityError):  # said above
+            seen = own_record(layout)
+            recorded = seen.recorded_at if seen else ""
     there = _has_anything(folder)
     if not held and not there:
         missing = None  # a local folder that is not there: nobody knows how much it should hold
@@ -432,6 +531,8 @@ def inspect(layout: Layout) -> PackFacts:
         index_names=names,
         engram_tensors=tuple(tables),
         problems=tuple(problems),
+        own=own,
+        recorded_at=recorded,
     )
 
 
@@ -487,7 +588,9 @@ def config(folder: Path) -> dict[str, Any]:
     try:
         tree = files.read_json(folder / "config.json")
     except ValueError as error:
-        raise IntegrityError(f"config.json: not valid JSON: {error}") from None
+        raise IntegrityError(f"{folder / 'config.json'}: not valid JSON: {error}") from None
+    except OSError as error:
+        raise IntegrityError(f"{folder / 'config.json'}: cannot be read: {error.strerror}") from None
     if not isinstance(tree, dict):
-        raise IntegrityError("config.json is missing", hints=("ds41ctl fetch",))
+        raise IntegrityError(f"config.json is missing in {folder}", hints=("ds41ctl fetch",))
     return tree

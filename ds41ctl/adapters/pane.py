@@ -1,8 +1,8 @@
 """Exec wrapper: what tmux really starts. Standard library only, run by path, replaced by the engine.
 
-Usage: python -I pane.py SPEC. SPEC is a 0600 JSON file: {"argv", "env", "cwd", "log",
-"die_with_parent"}. The environment travels in
-the file because tmux would put it into an argv that every user can read.
+Usage: python -I pane.py SPEC. SPEC is a 0600 JSON file: {"argv", "env", "cwd", "log", "limits", "secrets",
+"die_with_parent"}. The environment travels in the file because tmux would put it into an argv that every user can
+read; a secret stays in its own file until the engine is started.
 """
 
 import json
@@ -30,12 +30,37 @@ def main() -> None:
 
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    for name, value in spec.get("limits", {}).items():
+        limit(name, value)
+    env = spec["env"]
+    for name, path in spec.get("secrets", {}).items():
+        with open(path, encoding="utf-8-sig") as source:  # noqa: PTH123
+            env[name] = source.read().strip()
     os.chdir(spec["cwd"])
     try:
-        os.execve(spec["argv"][0], spec["argv"], spec["env"])  # noqa: S606 - that is the purpose
+        os.execvpe(spec["argv"][0], spec["argv"], env)  # noqa: S606 - that is the purpose
     except OSError as error:
         os.write(2, f"ds41: cannot start {spec['argv'][0]}: {error.strerror}\n".encode())
         os._exit(127)
+
+
+def limit(name: str, value: int) -> None:
+    """Set a limit as far as this user may, and say in the log what could not be had."""
+    import resource
+
+    kind = getattr(resource, "RLIMIT_" + name.upper())
+    hard = resource.getrlimit(kind)[1]
+    wanted = resource.RLIM_INFINITY if value < 0 else value
+    try:
+        resource.setrlimit(kind, (wanted, hard if name != "core" and fits(wanted, hard) else wanted))
+    except (OSError, ValueError):
+        resource.setrlimit(kind, (hard, hard))
+        os.write(2, f"ds41: limit {name}: {value} wanted, {hard} is the hard limit\n".encode())
+
+
+def fits(wanted: int, hard: int) -> bool:
+    """True when `hard` allows `wanted`; -1 is no limit."""
+    return hard == -1 or (wanted != -1 and wanted <= hard)
 
 
 if __name__ == "__main__":

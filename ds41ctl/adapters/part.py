@@ -22,8 +22,10 @@ from ds41ctl.core.extents import Extents
 
 SUFFIX = files.PART_SUFFIX
 JOURNAL_SUFFIX = ".journal"
-CLAIM_AT = 24 << 20  # received bytes after which a claim is made
-UNCLAIMED_MAX = 48 << 20  # writers wait there: with what sockets hold, a kill costs less than 64 MiB of a file
+CLAIM_AT = 16 << 20  # received bytes after which a claim is made
+UNCLAIMED_MAX = (
+    32 << 20
+)  # writers wait there: with what sockets (or Xet's two streams) hold, a kill costs less than 64 MiB
 _HASH_STEP = 4 << 20
 _WRITE_STEP = 4 << 20  # Xet hands out pieces of tens of MiB
 
@@ -164,13 +166,19 @@ class Part:
             self._write(offset + begin, view[begin : begin + _WRITE_STEP])
 
     def _write(self, offset: int, view: memoryview) -> None:
-        """A piece small enough that a writer only waits while a claim is due anyway."""
+        """One piece; a writer that must wait makes a claim due."""
         length = len(view)
+
+        def too_much() -> bool:
+            return self._unclaimed + length > UNCLAIMED_MAX and self._unclaimed > 0 and not self._stopped()
+
         with self._changed:
-            self.waiting += 1
-            while self._unclaimed + length > UNCLAIMED_MAX and self._unclaimed and not self._stopped():
-                self._changed.wait()
-            self.waiting -= 1
+            if too_much():
+                self.waiting += 1
+                self._changed.notify_all()
+                while too_much():
+                    self._changed.wait()
+                self.waiting -= 1
             self._check()
             self._unclaimed += length
             self._pending += length
@@ -184,7 +192,7 @@ class Part:
                 self._pending -= length
                 self._spans.add(offset, at)
                 hash_more = self._spans.front - self._hashed >= _HASH_STEP or self._spans.total == self.identity.size
-                if hash_more or self._unclaimed >= CLAIM_AT or self._closed:
+                if hash_more or self._unclaimed >= CLAIM_AT or self.waiting or self._closed:
                     self._changed.notify_all()
 
     def finish(self) -> str:
@@ -286,11 +294,14 @@ class Part:
     def _claim(self) -> None:
         while True:
             with self._changed:
-                while self._unclaimed < CLAIM_AT and not self._stopped():
+                while not self._claim_is_due() and not self._stopped():
                     self._changed.wait()
                 if self._stopped():
                     return
             self._make_claim()
+
+    def _claim_is_due(self) -> bool:
+        return self._unclaimed - self._pending >= (1 if self.waiting else CLAIM_AT)
 
     def _make_claim(self) -> None:
         with self._changed:

@@ -193,6 +193,32 @@ def cpu_seconds(of: Iterable[int]) -> float:
     return total
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What some processes hold and have done: CPU seconds, resident bytes, bytes read from storage."""
+
+    pids: frozenset[int]
+    cpu_s: float
+    rss: int
+    read_bytes: int
+
+
+def usage(of: Iterable[int]) -> Usage:
+    """Sums over the processes that are still there; what may not be read counts 0."""
+    alive, cpu, rss, read = set(), 0.0, 0, 0
+    for pid in of:
+        try:
+            process = psutil.Process(pid)
+            times = process.cpu_times()
+            cpu += times.user + times.system
+            rss += process.memory_info().rss
+            alive.add(pid)
+            read += process.io_counters().read_bytes
+        except psutil.Error:
+            continue
+    return Usage(frozenset(alive), cpu, rss, read)
+
+
 def family(root: int, marker: str) -> list[Identity]:
     """The process, its descendants, and every process of ours whose environment holds `marker` (NAME=value).
 

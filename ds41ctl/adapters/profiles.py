@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from ds41ctl.adapters.paths import config_paths
 from ds41ctl.core.errors import ConfigError, NotFoundError
@@ -53,6 +55,11 @@ def find(name: str) -> Path:
             hints=("ds41ctl profile list",),
         )
     return known[name]
+
+
+def tree(path: Path) -> dict[str, Any]:
+    """A profile's TOML as it is."""
+    return tomllib.loads(path.read_text(encoding="utf-8-sig"))
 
 
 def read(path: Path) -> Profile:

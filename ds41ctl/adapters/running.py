@@ -7,9 +7,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ds41ctl.adapters import files
+from ds41ctl.adapters import containers, files
 from ds41ctl.adapters.proc import Identity
 from ds41ctl.adapters.store import boot_id
+from ds41ctl.core.layout import base_url
 
 
 class Running(BaseModel):
@@ -36,6 +37,10 @@ class Running(BaseModel):
     spec: str
     started_at: str
     ready_at: str = ""
+    api_key_file: str = ""
+    container: str = ""
+    runtime: str = ""
+    idle_vram_mib: dict[str, int] = {}
 
     @property
     def identity(self) -> Identity:
@@ -45,11 +50,16 @@ class Running(BaseModel):
     @property
     def url(self) -> str:
         """Base URL of its API."""
-        return f"http://{self.host}:{self.port}"
+        return base_url(self.host, self.port)
 
     def alive(self) -> bool:
-        """True while that very process runs in this boot."""
-        return self.boot_id == boot_id() and self.identity.alive()
+        """True while that very process (or its container) runs in this boot."""
+        if self.boot_id != boot_id():
+            return False
+        if self.container:
+            found = containers.state(self.runtime, self.container)
+            return found is not None and found.running
+        return self.identity.alive()
 
 
 def write(path: Path, record: Running) -> None:

@@ -23,6 +23,7 @@ from ds41ctl.core.layout import Layout
 FORMAT = 2
 MANIFEST = "manifest.json"
 RECORDS = "layer-*.engram"
+BUFFERS = 4  # pieces in flight: the hash goes on while a piece waits for its pages
 READ_BYTES = 8 << 20  # of a shard at a time: long enough for the drive, short enough for the second-level cache
 REBUILD = ("ds41ctl engram drop", "ds41ctl engram build")
 
@@ -253,10 +254,10 @@ def shard_pieces(
 ) -> Iterator[tuple[safetensors.Tensor | None, int, memoryview]]:
     """All bytes of a shard in file order, read once: (table tensor or None, its first row, the bytes).
 
-    Pieces of a table tensor hold whole rows. A piece is valid until the second one after it has been asked for.
+    Pieces of a table tensor hold whole rows. A piece is valid until the `BUFFERS`-th after it has been asked for.
     Raises IntegrityError when the file ends early.
     """
-    buffers = (bytearray(READ_BYTES), bytearray(READ_BYTES))
+    buffers = [bytearray(READ_BYTES) for _ in range(BUFFERS)]
     number = at = 0
     size = shard.stat().st_size
     with shard.open("rb", buffering=0) as source:
@@ -264,7 +265,7 @@ def shard_pieces(
             for stop, found in ((tensor.begin, None), (tensor.end, tensor)) if tensor else ((size, None),):
                 begin = at
                 while at < stop:
-                    buffer = memoryview(buffers[number % 2])[: min(READ_BYTES, stop - at)]
+                    buffer = memoryview(buffers[number % BUFFERS])[: min(READ_BYTES, stop - at)]
                     number += 1
                     filled = 0
                     while filled < len(buffer):
@@ -298,6 +299,21 @@ def mapped_by(folder: Path) -> list[int]:
     with contextlib.suppress(IntegrityError):
         tree = manifest(folder)
     return mapping(data_dir(folder, tree), folder)
+
+
+def file_users(folder: Path) -> dict[str, set[int]]:
+    """Name of each record file that the manifest lists -> pids of processes that map it, as :func:`mapped_by`."""
+    tree = manifest(folder)
+    where = data_dir(folder, tree).resolve()
+    names = {f" {where / part['file']}": part["file"] for item in tree["layers"] for part in item["parts"]}
+    users: dict[str, set[int]] = {name: set() for name in names.values()}
+    for pid in proc.pids():
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                for path, name in names.items():
+                    if line.endswith(path):
+                        users[name].add(pid)
+    return users
 
 
 def mapping(*folders: Path) -> list[int]:

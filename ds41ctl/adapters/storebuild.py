@@ -7,6 +7,7 @@ import hashlib
 import mmap
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from ds41ctl.adapters import files, kernels, numa, pack, safetensors, store, storeplace
-from ds41ctl.core.engram import RECORD_BYTES, SCALE_BYTES, WEIGHT_BYTES, Geometry, Part, placement
+from ds41ctl.core.engram import RECORD_BYTES, SCALE_BYTES, WEIGHT_BYTES, Geometry, Part, pages, placement
 from ds41ctl.core.errors import IntegrityError, NoSpaceError
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.profile import EngramTable
 
 Progress = Callable[[str, dict[str, Any]], None]
-ALLOCATE_BYTES = 256 << 20  # pages taken at a time, so that a build that must stop stops soon
+ALLOCATE_BYTES = 64 << 20  # pages taken at a time: rows follow soon, and a build that must stop stops soon
 PROGRESS_EVERY_S = 0.5
 HUGE_SHARE = 0.99  # of the bytes on huge pages: less is said aloud
 _MADV_COLLAPSE = 25  # Linux 6.1: gathers small pages of a tmpfs into huge ones
@@ -134,30 +135,29 @@ def _build_table(
     layer = source.table.layer
     split = len(source.parts) > 1
     with contextlib.ExitStack() as stack:
-        made: list[tuple[Part, Path, mmap.mmap]] = []
+        made: list[_RecordFile] = []
         for part in source.parts:
             path = place.rows / store.record_file(layer, part.node if split else None)
-            node = part.node if split else None
-            made.append((part, path, stack.enter_context(_allocated(path, part, place.kind, node))))
-        digest = _fill(source, [(part, view) for part, _, view in made], loops, meter)
+            made.append(stack.enter_context(_record_file(path, part, place.kind, part.node if split else None)))
+        digest = _fill(source, made, loops, meter)
         pin = {item.name: item for item in pack.expected(layout)}.get(source.shard.name)
         if pin is not None and digest != pin.sha256:
             raise IntegrityError(
                 f"{source.shard.name}: sha256 {digest[:12]}... read, {pin.sha256[:12]}... pinned",
                 hints=("ds41ctl fetch --repair",),
             )
-        backings = [_settled(_part_name(path), view, place.kind) for _, path, view in made]
-        for _, path, _ in made:
-            _part_name(path).rename(path)
+        backings = [_settled(_part_name(file.path), file.view, place.kind) for file in made]
+        for file in made:
+            _part_name(file.path).rename(file.path)
     parts = [
         {
-            "file": path.name,
-            "node": part.node,
-            "first_row": part.first_row,
-            "rows": part.rows,
-            "bytes": part.rows * RECORD_BYTES,
+            "file": file.path.name,
+            "node": file.part.node,
+            "first_row": file.part.first_row,
+            "rows": file.part.rows,
+            "bytes": file.part.rows * RECORD_BYTES,
         }
-        for part, path, _ in made
+        for file in made
     ]
     item: dict[str, Any] = {
         "layer": layer,
@@ -176,9 +176,26 @@ def _part_name(path: Path) -> Path:
     return path.with_name(path.name + files.PART_SUFFIX)
 
 
+@dataclass
+class _RecordFile:
+    """A record file under its temporary name, mapped for writing; its pages are taken ahead of the rows."""
+
+    part: Part
+    path: Path
+    view: mmap.mmap
+    taken: list[Future[None]]
+    checked: int = 0
+
+    def need(self, end: int) -> None:
+        """Wait for the pages of the first `end` bytes. Raises NoSpaceError when they are not to be had."""
+        while self.checked < pages(end, ALLOCATE_BYTES):
+            self.taken[self.checked].result()
+            self.checked += 1
+
+
 @contextlib.contextmanager
-def _allocated(path: Path, part: Part, kind: storeplace.Kind, node: int | None) -> Iterator[mmap.mmap]:
-    """A new record file under its temporary name, every page of it there already, mapped for writing.
+def _record_file(path: Path, part: Part, kind: storeplace.Kind, node: int | None) -> Iterator[_RecordFile]:
+    """A new record file whose pages a thread of its own takes, from the first one on.
 
     A page that is not there when it is touched would be a SIGBUS; here it is an error with words.
     """
@@ -189,49 +206,64 @@ def _allocated(path: Path, part: Part, kind: storeplace.Kind, node: int | None) 
     except OSError as error:
         raise files.os_error(error, f"making {target}") from error
     try:
-        try:
+        with _taking(path, size, kind, node):
             os.ftruncate(handle, size)
-            with numa.pages_on(node):
-                for begin in range(0, size, ALLOCATE_BYTES):
-                    os.posix_fallocate(handle, begin, min(ALLOCATE_BYTES, size - begin))
             view = mmap.mmap(handle, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        except OSError as error:
-            where = f" on NUMA node {node}" if node is not None else ""
-            if isinstance(files.os_error(error, ""), NoSpaceError):
-                raise NoSpaceError(
-                    f"{size} bytes for {path.name}{where}: the pages are not to be had ({kind})",
-                    hints=("ds41ctl engram status", f"df -h {path.parent}", "free -h"),
-                ) from error
-            raise files.os_error(error, f"allocating {target}{where}") from error
+
+        def take(begin: int) -> None:
+            with _taking(path, size, kind, node), numa.pages_on(node):
+                os.posix_fallocate(handle, begin, min(ALLOCATE_BYTES, size - begin))
+
+        with view, ThreadPoolExecutor(1, "pages") as taker:
+            taken = [taker.submit(take, begin) for begin in range(0, size, ALLOCATE_BYTES)]
+            try:
+                yield _RecordFile(part, path, view, taken)
+            finally:
+                taker.shutdown(wait=True, cancel_futures=True)
     finally:
         os.close(handle)
-    with view:
-        yield view
 
 
-def _fill(source: Source, parts: list[tuple[Part, mmap.mmap]], loops: kernels.Loops, meter: _Meter) -> str:
+@contextlib.contextmanager
+def _taking(path: Path, size: int, kind: storeplace.Kind, node: int | None) -> Iterator[None]:
+    """Puts words to what the system answers when there are no pages for a record file."""
+    try:
+        yield
+    except OSError as error:
+        where = f" on NUMA node {node}" if node is not None else ""
+        if isinstance(files.os_error(error, ""), NoSpaceError):
+            raise NoSpaceError(
+                f"{size} bytes for {path.name}{where}: the pages are not to be had ({kind})",
+                hints=("ds41ctl engram status", f"df -h {path.parent}", "free -h"),
+            ) from error
+        raise files.os_error(error, f"allocating {path}{where}") from error
+
+
+def _fill(source: Source, record_files: list[_RecordFile], loops: kernels.Loops, meter: _Meter) -> str:
     """Read the shard once, lay its rows out, and return the sha256 of all its bytes.
 
-    Hashing, the slowest part, runs in a thread of its own while this one reads and places the rows.
+    Hashing and taking pages, the slowest parts, run in threads of their own while this one reads and places the rows.
     """
     digest = hashlib.sha256()
-    before: Future[None] | None = None
+    hashing: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1, "sha256") as hasher:
         for tensor, row, piece in store.shard_pieces(source.shard, source.weight, source.scale):
-            hashed = hasher.submit(digest.update, piece)
+            hashing.append(hasher.submit(digest.update, piece))
             if tensor is not None:
                 width = WEIGHT_BYTES if tensor is source.weight else SCALE_BYTES
                 offset = 0 if tensor is source.weight else WEIGHT_BYTES
-                for part, view in parts:
-                    begin = max(row, part.first_row)
-                    end = min(row + len(piece) // width, part.first_row + part.rows)
+                for file in record_files:
+                    first = file.part.first_row
+                    begin, end = max(row, first), min(row + len(piece) // width, first + file.part.rows)
                     if begin < end:
-                        at = (begin - part.first_row) * RECORD_BYTES + offset
-                        loops.scatter(view, at, piece[(begin - row) * width : (end - row) * width], width)
-            if before is not None:
-                before.result()  # its buffer is the next one to be read into
-            before = hashed
+                        file.need((end - first) * RECORD_BYTES)
+                        at = (begin - first) * RECORD_BYTES + offset
+                        loops.scatter(file.view, at, piece[(begin - row) * width : (end - row) * width], width)
+            if len(hashing) == store.BUFFERS:
+                hashing.popleft().result()  # its buffer is the next one to be read into
             meter.add(source.table.layer, len(piece))
+    for file in record_files:
+        file.need(len(file.view))
     return digest.hexdigest()
 
 

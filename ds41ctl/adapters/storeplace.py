@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from ds41ctl.adapters import files, host, hugepages, mounts, numa, proc, store
 from ds41ctl.core.engram import RECORD_BYTES, Part, pages
+from ds41ctl.core.engram import node_pages as core_node_pages
 from ds41ctl.core.errors import DeniedError, Ds41Error, NoSpaceError, UnsupportedError
 from ds41ctl.core.layout import Layout
 
@@ -124,11 +125,7 @@ def total_bytes(tables: Tables, page_bytes: int) -> int:
 
 def node_pages(tables: Tables, page_bytes: int) -> dict[int, int]:
     """Pages wanted on each NUMA node."""
-    wanted: dict[int, int] = {}
-    for _, parts in tables:
-        for part in parts:
-            wanted[part.node] = wanted.get(part.node, 0) + padded(part, page_bytes) // page_bytes
-    return wanted
+    return core_node_pages((parts for _, parts in tables), page_bytes)
 
 
 def mount_options(kind: Kind, size: int, uid: int) -> tuple[str, ...]:

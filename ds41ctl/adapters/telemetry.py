@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from ds41ctl.adapters import kernel, nvml, proc, store
 from ds41ctl.adapters.running import Running
 
@@ -23,7 +25,8 @@ class GpuState:
 @dataclass(frozen=True, slots=True)
 class HostState:
     """`engine`: the engine's first process, '' when it is gone. `rss_mib`: anonymous memory of all its processes: rows
-    of a mapped Engram store are not counted, they fill with use and are no leak. `xid`: messages in the kernel log."""
+    of a mapped Engram store are not counted, they fill with use and are no leak. `xid`: messages in the kernel log.
+    `engine_cpu_s`, `machine_cpu_s`: CPU seconds used so far, by the engine's processes and by everything here."""
 
     engine: str = ""
     rss_mib: float | None = None
@@ -31,6 +34,8 @@ class HostState:
     gpus: tuple[GpuState, ...] | None = None
     xid: int | None = None
     store_mapped: bool | None = None
+    engine_cpu_s: float | None = None
+    machine_cpu_s: float | None = None
 
 
 def read(record: Running | None, *, gpus: int, store_dir: Path | None) -> HostState:
@@ -38,7 +43,7 @@ def read(record: Running | None, *, gpus: int, store_dir: Path | None) -> HostSt
     states = _gpus() if gpus else None
     xid = xid_count() if gpus else None
     if record is None or not record.alive():
-        return HostState(swapped_pages=swapped_pages(), gpus=states, xid=xid)
+        return HostState(swapped_pages=swapped_pages(), gpus=states, xid=xid, machine_cpu_s=machine_cpu_seconds())
     family = [item.pid for item in proc.family(record.pid, record.marker)]
     return HostState(
         engine=f"pid {record.pid}, started {record.start_ticks}",
@@ -47,7 +52,18 @@ def read(record: Running | None, *, gpus: int, store_dir: Path | None) -> HostSt
         gpus=states,
         xid=xid,
         store_mapped=None if store_dir is None else bool(set(store.mapped_by(store_dir)) & set(family)),
+        engine_cpu_s=proc.cpu_seconds(family),
+        machine_cpu_s=machine_cpu_seconds(),
     )
+
+
+def machine_cpu_seconds() -> float | None:
+    """CPU time that was not idle since boot, all cores together, what a hypervisor took away included."""
+    try:
+        times = psutil.cpu_times()
+    except (OSError, psutil.Error):
+        return None
+    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
 
 
 def swapped_pages() -> int | None:

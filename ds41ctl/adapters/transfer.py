@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ds41ctl.adapters import files
-from ds41ctl.adapters.download import Fault, Limits, RangesIgnored, Source, Stream, pause
+from ds41ctl.adapters.download import Fault, Limits, RangesIgnored, Source, Stream, next_attempt, pause
 from ds41ctl.adapters.part import Identity, Part
 from ds41ctl.core.errors import Ds41Error, IntegrityError
 
@@ -19,9 +19,13 @@ SPAN = 64 << 20  # one request: long enough that its start costs nothing, short 
 RANGES_PER_FILE = 4
 STALL_BYTES = 64 << 10  # less than this in `stall_s` is a stall
 XET_FAULTS = 3  # then the file goes on over plain HTTP
-# the library fetches ahead in parallel within a stream and keeps that in memory; measured on its local store with
-# spans of 64 MiB: 320 MiB resident with two streams, 450 MiB with four
-XET_STREAMS = 2
+# Xet hands out pieces as large as a xorb (64 MiB) or as its span, whichever is less, and holds two or three a stream:
+# the span bounds its memory, and what a kill loses of a file besides part.UNCLAIMED_MAX. Peak of the process, measured
+# on its local store with 1 GiB in two files: 215 to 223 MiB with four streams of 12 MiB, 244 to 288 with four of
+# 16 MiB, 326 to 376 with two of 64 MiB
+XET_STREAMS = 4
+XET_SPAN = 12 << 20
+XET_RANGES_PER_FILE = 2
 _RATE_WINDOW_S = 10.0
 _LOOK_S = 0.2
 
@@ -74,9 +78,24 @@ class _File:
     not_before: float = 0.0
     finishing: bool = False
 
+    @property
+    def xet(self) -> bool:
+        """Comes from Xet storage now."""
+        return self.sources[0].label == "xet"
+
+    @property
+    def span(self) -> int:
+        """Bytes of one request."""
+        return min(SPAN, XET_SPAN) if self.xet else SPAN
+
+    @property
+    def ranges(self) -> int:
+        """Requests at once."""
+        return XET_RANGES_PER_FILE if self.xet else RANGES_PER_FILE
+
     def gap(self) -> tuple[int, int] | None:
         """The next span nobody is fetching, None when there is none."""
-        if self.finishing or len(self.flying) >= (1 if self.single else RANGES_PER_FILE):
+        if self.finishing or len(self.flying) >= (1 if self.single else self.ranges):
             return None
         missing = self.part.missing()
         if self.single:
@@ -87,10 +106,10 @@ class _File:
                 if busy_end <= at or busy_begin >= end:
                     continue
                 if busy_begin > at:
-                    return at, min(busy_begin, at + SPAN)
+                    return at, min(busy_begin, at + self.span)
                 at = busy_end
             if at < end:
-                return at, min(end, at + SPAN)
+                return at, min(end, at + self.span)
         return None
 
 
@@ -269,7 +288,7 @@ class Transfer:
         # spread the workers: the file with the fewest of them first, a new file before a second range of an old one
         xet = sum(flight.source.label == "xet" for flight in self._flights)
         for item in sorted(self._active, key=lambda f: len(f.flying)):
-            if xet >= XET_STREAMS and item.sources[0].label == "xet":
+            if xet >= XET_STREAMS and item.xet:
                 continue
             if item.flying and self._waiting and len(self._active) < self._connections:
                 break
@@ -352,7 +371,7 @@ class Transfer:
             return
         wait = pause(self._limits, item.faults, fault.retry_after)
         item.not_before = time.monotonic() + wait
-        attempt = f"attempt {item.faults + 1} of {self._limits.attempts} in {wait:.3g} s"
+        attempt = next_attempt(self._limits, item.faults, wait)
         self._notes.append(f"{item.order.target.name}: {fault.message}; {attempt}")
 
     def _finish(self, item: _File) -> None:

@@ -67,7 +67,7 @@ def _fetch(session: Session, *, repair: bool, connections: int) -> None:
     with runs.run(session, "fetch") as runner:
         runner.step(step, always=repair)
         cli.out.data({"dir": str(session.layout.model_dir), **step.check().data})
-        if session.profile.model.graft is not None:
+        if session.profile.model.graft is not None and not step.check().data.get("own"):
             cli.out.hint(f"ds41ctl pack graft --profile {session.profile.name}")
 
 
@@ -104,6 +104,7 @@ def _lock(session: Session, path: Path) -> None:
             f"the pack of {session.profile.name} does not come from the Hub: there is nothing to lock"
         )
     hub = Hub.of_environment()
+    hub.note = cli.out.note
     before = pins.trees(session.layout)
     found = pins.ensure(session.layout, hub)
     if before:

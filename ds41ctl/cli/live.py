@@ -44,7 +44,7 @@ def look(session: Session, target: str | None) -> Live:
     found: tuple[str, ...] = ("the engine was not started by this ds41ctl: its pin is not known",)
     if record is not None:
         found = tuple(drift(session, record))
-    own_store = record is not None and session.profile.engram.storage != "none"
+    own_store = record is not None and session.profile.engram.own_store
     return Live(
         url=url,
         record=record,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from ds41ctl import cli
 from ds41ctl.cli.session import Session
-from ds41ctl.core.plan import Plan, PlannedStep, as_shell, masked, serve_plan
+from ds41ctl.core.launch import Launch, as_shell, masked
+from ds41ctl.core.masking import mask_argv
+from ds41ctl.core.plan import Plan, PlannedStep, serve_plan
 
 
 def serve_step(session: Session) -> PlannedStep:
@@ -32,15 +36,19 @@ def up_plan(session: Session) -> Plan:
     held = pack.holdings(layout) or ()
     wanted = [item for holding in held for item in holding.items]
     sources = ", ".join(source.what or source.kind for source in profile.model.sources)
+    fetch = PlannedStep(
+        step="fetch",
+        what=f"get and verify the pack: {sources}",
+        writes=tuple(dict.fromkeys(str(layout.source_dir(source.dir)) for source in profile.model.hub_sources))
+        or (str(layout.model_dir),),
+        bytes=sum(item.size for item in wanted) or None,
+    )
+    if pack.own_hybrid(layout):
+        what = f"look through the hybrid of your own in {layout.model_dir}"
+        fetch = PlannedStep(step="fetch", what=what, writes=(str(layout.own_pins_dir),))
     steps = [
         PlannedStep(step="preflight", what="check this machine (ds41ctl preflight --list)"),
-        PlannedStep(
-            step="fetch",
-            what=f"get and verify the pack: {sources}",
-            writes=tuple(dict.fromkeys(str(layout.source_dir(source.dir)) for source in profile.model.hub_sources))
-            or (str(layout.model_dir),),
-            bytes=sum(item.size for item in wanted) or None,
-        ),
+        fetch,
         *_graft(session),
         PlannedStep(
             step="engine",
@@ -48,7 +56,7 @@ def up_plan(session: Session) -> Plan:
             writes=(str(layout.engine_dir),) if profile.engine.kind == "venv" else (),
         ),
     ]
-    if profile.engram.storage != "none":
+    if profile.engram.own_store:
         steps.append(
             PlannedStep(
                 step="engram",
@@ -59,12 +67,14 @@ def up_plan(session: Session) -> Plan:
             )
         )
     steps += [*_start(session), PlannedStep(step="smoke", what="ask the engine (ds41ctl smoke --list)")]
-    return serve_plan(layout, _store_folder(session), "up", tuple(steps))
+    return serve_plan(layout, planned_launch(session), "up", tuple(steps))
 
 
 def _graft(session: Session) -> list[PlannedStep]:
+    from ds41ctl.adapters import pack
+
     spec = session.profile.model.graft
-    if spec is None:
+    if spec is None or pack.own_hybrid(session.layout):
         return []
     what = f"build the hybrid of links: {spec.tensors} tensors, {spec.grafted} from {spec.donor}"
     return [PlannedStep(step="graft", what=what, writes=(str(session.layout.model_dir),))]
@@ -73,7 +83,7 @@ def _graft(session: Session) -> list[PlannedStep]:
 def plan_of_serve(session: Session) -> Plan:
     """Plan of `serve`."""
     steps = (PlannedStep(step="preflight", what="check this machine for a start"), *_start(session))
-    return serve_plan(session.layout, _store_folder(session), "serve", steps)
+    return serve_plan(session.layout, planned_launch(session), "serve", steps)
 
 
 def _start(session: Session) -> list[PlannedStep]:
@@ -89,16 +99,24 @@ def _start(session: Session) -> list[PlannedStep]:
     ]
 
 
-def _store_folder(session: Session) -> str:
-    from ds41ctl.adapters import store
+def planned_launch(session: Session) -> Launch:
+    """The engine's start on this machine as it is now."""
+    from ds41ctl.adapters import machine, store
+    from ds41ctl.core.launch import launch
 
-    return str(store.locate(session.layout))
+    layout = session.layout
+    return launch(layout, machine.look(layout, os.environ), str(store.locate(layout)))
 
 
 def print_plan(plan: Plan) -> None:
-    """Show a plan: steps, then the exact command with its environment."""
-    env = masked(plan.env)
-    cli.out.data({**plan.model_dump(mode="json"), "env": env, "digest": plan.digest()})
+    """Show a plan: steps, then the exact start as a shell script; in JSON both, secrets masked in either."""
+    start = plan.launch
+    tree = {**plan.model_dump(mode="json"), "digest": plan.digest()}
+    if start is not None:
+        safe = {"argv": mask_argv(start.argv), "env": masked(start.env)}
+        tree["launch"] = {**tree["launch"], **safe}
+        tree |= {**safe, "shell": as_shell(start)}
+    cli.out.data(tree)
     cli.out.line(f"plan  {plan.command}  {plan.profile}  (dry run: nothing is touched)")
     for step in plan.steps:
         size = f", {step.bytes / 2**20:,.0f} MiB" if step.bytes else ""
@@ -108,10 +126,19 @@ def print_plan(plan: Plan) -> None:
             cli.out.line(f"             writes {path}")
         for command in step.commands:
             cli.out.line(f"             runs   {' '.join(command)}")
-    cli.out.line()
-    cli.out.line(f"engine command (environment: {', '.join(plan.inherited)} are inherited, nothing else):")
-    for text in as_shell(plan.argv, env):
-        cli.out.line(text)
-    cli.out.line()
+    if start is not None:
+        _print_launch(start)
     for text in plan.lacks:
         cli.out.line(f"not in this version: {text}")
+
+
+def _print_launch(start: Launch) -> None:
+    cli.out.line()
+    cli.out.line("engine command, as a shell script that starts the same in this terminal:")
+    for text in as_shell(start):
+        cli.out.line(text)
+    cli.out.line()
+    for text in start.notes:
+        cli.out.line(f"note: {text}")
+    if start.dropped:
+        cli.out.line(f"set in this shell and not passed on: {', '.join(start.dropped)}")

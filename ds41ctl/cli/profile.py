@@ -83,6 +83,71 @@ def check(
         raise ConfigError(bad[0], detail=bad[1:])
 
 
+@app.command("import")
+def import_profile(
+    source: Annotated[str | None, typer.Argument(metavar="FILE|URL", help="Recipe JSON.")] = None,
+    env_file: Annotated[
+        Path | None, typer.Option("--env-file", metavar="FILE", help="A ds41.env of the V100 launcher instead.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the new profile.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here, not to the config folder.")
+    ] = None,
+    json: options.JsonOpt = False,
+) -> None:
+    """A published recipe, or an environment file, as a profile that passes the check; what has no place is listed."""
+    from ds41ctl.adapters import files, profiles, webtext
+    from ds41ctl.core import envfile, recipe
+
+    if (source is None) == (env_file is None):
+        raise ConfigError("profile import: a recipe or --env-file expected, one of them")
+    stem = output.stem if output is not None else name
+    if env_file is not None:
+        values, remarks = envfile.parse(webtext.read_file(env_file).decode("utf-8", errors="replace"), str(env_file))
+        stem = stem or "v100-mine"
+        found = recipe.of_env_file(values, profiles.tree(profiles.find("v100-pp2tp4")), stem)
+        found.changed[:0] = remarks
+    else:
+        tree = recipe.load(webtext.read(str(source), recipe.LARGEST), str(source))
+        stem = stem or recipe.short_name(tree)
+        found = recipe.read(tree, stem)
+    if name is not None and stem != name:
+        raise ConfigError(f"--name {name} and the file's name {stem} differ: a profile is named as its file")
+    target = output if output is not None else profiles.user_folder() / f"{stem}.toml"
+    if target.exists():
+        raise ConfigError(f"{target} exists", hints=(f"rm {target}", "or choose another: --name NAME"))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    files.publish(target.absolute(), [found.text.encode()])
+    cli.out.data({"path": str(target), "name": stem, "unmapped": found.unmapped, "changed": found.changed})
+    cli.out.line(f"{target}: passes the check", mark="OK")
+    for text in found.changed:
+        cli.out.line(f"  changed: {text}")
+    for text in found.unmapped:
+        cli.out.line(f"  not mapped: {text}")
+    cli.out.hint(f"ds41ctl serve --profile {stem if output is None else target} --dry-run")
+
+
+@app.command("export")
+def export_profile(
+    name: str = typer.Argument(help="Profile name or path."),
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here.")] = None,
+    json: options.JsonOpt = False,
+) -> None:
+    """A profile in the form of a published recipe (`bench --recipe` adds measured points)."""
+    import json as codec
+
+    from ds41ctl.adapters import files, profiles
+    from ds41ctl.core import recipe
+
+    tree = recipe.write(profiles.read(profiles.find(name)))
+    cli.out.data(tree)
+    if output is not None:
+        files.publish_json(output.absolute(), tree)
+        cli.out.line(str(output), mark="OK")
+    else:
+        cli.out.line(codec.dumps(tree, indent=1, ensure_ascii=False))
+
+
 @app.command()
 def schema(json: options.JsonOpt = False) -> None:
     """The JSON Schema of a profile file."""

@@ -43,11 +43,13 @@ def serve(
         print_plan(plan_of_serve(session))
         return
     record = running.read(session.layout.record_path)
+    step = Serve(session.layout, session.profile_path, os.environ, foreground=foreground)
     if replace and record is not None:
+        step.refuse_unfit()  # an engine that works is not ended for one that cannot start
+        cli.out.progress(f"stopping {record.profile} (pid {record.pid})", force=True)
         stop.end(session.layout, record)
     under_way = refuse_second(session.layout) is not None
     cli.out.line(heading("serve", session))
-    step = Serve(session.layout, session.profile_path, os.environ, foreground=foreground)
     with held(session.layout) if foreground else contextlib.nullcontext():
         with runs.run(session, "serve") as runner:
             if not under_way:  # its checks were made, and it holds the port by now

@@ -39,7 +39,7 @@ app = group("Work the engine for hours as agents do, and judge what came of it."
 def run(
     profile: options.ProfileOpt = None,
     minutes: Annotated[
-        float | None, typer.Option("--minutes", min=0.2, max=10_080, help="Length (default: the profile's).")
+        float | None, typer.Option("--minutes", min=0.1, max=10_080, help="Length (default: the profile's).")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_MINUTES:g} minutes.")] = False,
     long: Annotated[bool, typer.Option("--long", help=f"{LONG_MINUTES / 60:g} hours.")] = False,
@@ -239,23 +239,33 @@ def report(
     folder = paths.dirs(load_settings().settings).state / "soak"
     chosen = list(names or [])
     if last is not None:
-        every = sorted(path.name for path in folder.glob("*/events.jsonl")) if folder.is_dir() else []
         chosen = sorted({path.parent.name for path in folder.glob("*/" + EVENTS) if not path.parent.is_symlink()})
-        chosen = chosen[-last:] if every else []
-    reports = [_read(folder, name) for name in (chosen or ["latest"])]
-    if len(reports) == 1:
-        cli.out.data(reports[0].as_json())
-        for text in soak_report.markdown(reports[0]).splitlines():
+        chosen = chosen[-last:]
+    if len(chosen) < 2:
+        only = _read(folder, chosen[0] if chosen else "latest")
+        cli.out.data(only.as_json())
+        for text in soak_report.markdown(only).splitlines():
             cli.out.line(text)
-        age = _age(reports[0])
+        age = _age(only)
         if age:
             cli.out.note(age)
         return
-    rows = soak_report.compare([item.as_json() for item in reports])
+    rows = soak_report.compare([_document(folder, name) for name in chosen])
     cli.out.data([dict(zip(rows[0], row, strict=True)) for row in rows[1:]])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cli.out.line("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _document(folder: Path, name: str) -> dict[str, Any]:
+    """A run's report as it was written then; judged anew when the run left none (it was killed)."""
+    from ds41ctl.adapters import files
+
+    try:
+        saved = files.read_json(folder / name / REPORT) if "/" not in name else None
+    except ValueError:
+        saved = None
+    return saved if isinstance(saved, dict) and {"run", "verdict"} <= saved.keys() else _read(folder, name).as_json()
 
 
 def _age(report: Report) -> str:
@@ -288,7 +298,10 @@ def _criteria(path: Path) -> Profile:
     try:
         return Profile.model_validate(files.read_json(path))
     except ValueError:
-        raise NotFoundError(f"{path}: the run's profile cannot be read", hints=("ds41ctl soak run",)) from None
+        raise NotFoundError(
+            f"{path}: not a profile this version reads, so the run cannot be judged again",
+            hints=(f"less {path.with_name('report.md')}   # as it was judged then", "ds41ctl soak run"),
+        ) from None
 
 
 @app.command("schedule")

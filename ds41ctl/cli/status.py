@@ -82,7 +82,7 @@ def collect(session: Session) -> dict[str, Any]:
     tree["since"] = _ago(record.ready_at or record.started_at)
     folder = store.locate(layout)
     family = {item.pid for item in proc.family(record.pid, record.marker)}
-    if session.profile.engram.storage == "none":
+    if not session.profile.engram.own_store:
         tree["engram"] = "no store: this profile's engine keeps its own tables, unproven"
     else:
         mapped = len(family & set(store.mapped_by(folder)))
@@ -112,13 +112,13 @@ def _death(session: Session, log: str) -> dict[str, Any]:
     from pathlib import Path
 
     from ds41ctl.adapters import tmux
-    from ds41ctl.core.logscan import fingerprint
+    from ds41ctl.core.faults import fingerprint
 
     pane = tmux.read(session.layout.socket_path)
     ending = pane.ending() if pane is not None and pane.dead else "how is not known (its tmux server is gone)"
     path = Path(log)
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    known = fingerprint(lines[-60:])
+    known = fingerprint(lines, ending)
     return {
         "ending": ending,
         "meaning": known.meaning if known else "",

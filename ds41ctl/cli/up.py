@@ -50,7 +50,7 @@ def up(
         if session.profile.model.graft is not None:
             runner.step(GraftPack(layout))
         runner.step(EngineInstall(layout, os.environ))
-        if session.profile.engram.storage == "none":
+        if not session.profile.engram.own_store:
             runner.skip("engram", "this profile keeps no store")
         else:
             runner.step(EngramBuild(layout))

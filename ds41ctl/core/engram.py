@@ -119,6 +119,27 @@ def pages(size: int, page_bytes: int) -> int:
     return -(-size // page_bytes)
 
 
+def node_pages(tables: Iterable[Sequence[Part]], page_bytes: int) -> dict[int, int]:
+    """Pages of `page_bytes` that tables in these parts, one file each, take on every NUMA node."""
+    wanted: dict[int, int] = {}
+    for parts in tables:
+        for part in parts:
+            wanted[part.node] = wanted.get(part.node, 0) + pages(part.rows * RECORD_BYTES, page_bytes)
+    return wanted
+
+
+SUB_TABLES = 24  # n-gram sizes 2 to 4, 8 heads each
+RAGGED_ROWS = 7_900  # just below 2 MiB: by how much equal sub-tables may put a border wrongly (the model's: 2,688 rows)
+
+
+def planned_placement(rows: int, nodes: Sequence[int]) -> tuple[Part, ...]:
+    """`placement` of a table whose config.json is not there yet: sub-tables of equal size, split parts a bit larger."""
+    bounds = [(rows * k // SUB_TABLES, rows * (k + 1) // SUB_TABLES - 1) for k in range(SUB_TABLES)]
+    parts = placement(bounds, nodes)
+    extra = RAGGED_ROWS if len(parts) > 1 else 0
+    return tuple(Part(part.node, part.first_row, part.rows + extra) for part in parts)
+
+
 @dataclass(frozen=True)
 class RankRange:
     """What one tensor-parallel rank reads of a layer's table: rows and columns, the ends not included."""

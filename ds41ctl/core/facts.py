@@ -292,7 +292,10 @@ class TensorFacts(_Facts):
 
 
 class PackFacts(_Facts):
-    """The pack folder against what the profile expects; `engram_tensors` are all `*.engram.embed.*` found."""
+    """The pack folder against what the profile expects; `engram_tensors` are all `*.engram.embed.*` found.
+
+    `own`: a hybrid of the user's own, whose digests are those first seen at `recorded_at` ('' for not yet).
+    """
 
     dir: str
     exists: bool = False
@@ -301,6 +304,8 @@ class PackFacts(_Facts):
     index_names: int | None = None
     engram_tensors: tuple[TensorFacts, ...] = ()
     problems: tuple[str, ...] = ()
+    own: bool = False
+    recorded_at: str = ""
 
 
 class StoreFacts(_Facts):

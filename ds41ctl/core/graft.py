@@ -49,26 +49,13 @@ def combine(
     for name, (file, tensor) in experts.items():
         if _routed(name) and _layer(name) not in graft.layers:
             chosen[name] = (graft.experts, file, tensor)
-    grafted = 0
     for name, (file, tensor) in donor.items():
         if _routed(name) and _layer(name) in graft.layers:
             chosen[name] = (graft.donor, file, tensor)
-            grafted += 1
     tensors = {name: tensor for name, (_, _, tensor) in chosen.items()}
     outside = {name: (graft.trunk, file) for name, (file, _) in trunk.items() if TABLE.fullmatch(name)}
-    beside = {name: trunk[name][1] for name in outside}
-    _demand_tables(tables, trunk)
-    _demand_codebook(tensors)
-    _demand_bits(graft, tensors)
-    broken = list(_first(violations(config, tensors, outside=beside, drafter=True)))
-    if broken:
-        raise IntegrityError(f"the hybrid would break the V4.1 contract: {broken[0]}", detail=broken[1:])
-    if grafted != graft.grafted:
-        raise IntegrityError(
-            f"{grafted} tensors of layers {_span(graft.layers)} come from {graft.donor}, expected {graft.grafted}"
-        )
-    if len(chosen) != graft.tensors:
-        raise IntegrityError(f"the hybrid has {len(chosen)} tensors, expected {graft.tensors}")
+    beside = {name: trunk[name] for name in outside}
+    prove(config, graft, tables, tensors, beside, drafter=True)
     found = trellises(tensors)
     return Hybrid(
         weight_map={name: (where, file) for name, (where, file, _) in sorted(chosen.items())},
@@ -78,6 +65,33 @@ def combine(
         codebook=next(iter(found.codebooks), ""),
         total_size=sum(tensor.end - tensor.begin for tensor in tensors.values()),
     )
+
+
+def prove(
+    config: Mapping[str, Any],
+    graft: Graft,
+    tables: tuple[EngramTable, ...],
+    tensors: Mapping[str, Tensor],
+    beside: Located,
+    *,
+    drafter: bool,
+) -> None:
+    """Prove a hybrid, whoever built it. `tensors`: what its index names; `beside`: its Engram tables.
+
+    Raises IntegrityError as `combine` does.
+    """
+    _demand_tables(tables, beside)
+    _demand_codebook(tensors)
+    _demand_bits(graft, tensors)
+    outside = {name: tensor for name, (_, tensor) in beside.items()}
+    broken = list(_first(violations(config, tensors, outside=outside, drafter=drafter)))
+    if broken:
+        raise IntegrityError(f"the hybrid would break the V4.1 contract: {broken[0]}", detail=broken[1:])
+    grafted = sum(_routed(name) and _layer(name) in graft.layers for name in tensors)
+    if grafted != graft.grafted:
+        raise IntegrityError(f"{grafted} tensors of layers {_span(graft.layers)} are grafted, expected {graft.grafted}")
+    if len(tensors) != graft.tensors:
+        raise IntegrityError(f"the hybrid has {len(tensors)} tensors, expected {graft.tensors}")
 
 
 def _routed(name: str) -> bool:
@@ -95,7 +109,7 @@ def _demand_tables(tables: tuple[EngramTable, ...], trunk: Located) -> None:
         for part in ("weight", "scale"):
             name = f"layers.{table.layer}.engram.embed.{part}"
             if name not in trunk:
-                raise IntegrityError(f"{name} is in no shard of the trunk: layer {table.layer} would stay empty")
+                raise IntegrityError(f"{name} is in no shard: layer {table.layer} would stay empty")
             file, tensor = trunk[name]
             if file != table.shard:
                 raise IntegrityError(f"{name} is in {file}, expected in {table.shard}")

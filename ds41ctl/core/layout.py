@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,8 @@ class Layout:
     dspark: bool
     gpu_groups: tuple[tuple[str, tuple[int, ...]], ...]
     committed_pins: Path | None = None
+    api_key_file: Path | None = None
+    own_model: bool = False
 
     @property
     def name(self) -> str:
@@ -52,8 +56,8 @@ class Layout:
 
     @property
     def url(self) -> str:
-        """Base URL of the API."""
-        return f"http://{self.host}:{self.port}"
+        """Base URL of the API, as a client on this machine reaches it."""
+        return base_url(self.host, self.port)
 
     @property
     def cache_dir(self) -> Path:
@@ -64,6 +68,11 @@ class Layout:
     def pins_path(self) -> Path:
         """File list of the profile's Hub repositories, as it was first fetched."""
         return self.dirs.state / "pins" / f"{self.name}.json"
+
+    @property
+    def own_pins_dir(self) -> Path:
+        """What was seen of a hybrid of the user's own: its digests, and the sidecars that bind them."""
+        return self.dirs.state / "pins" / f"{self.name}.own"
 
     def source_dir(self, folder: str) -> Path:
         """Folder of a source's `dir`: below the data folder, or the pack's own when it is empty."""
@@ -106,6 +115,15 @@ def layout(
     used = [index for group in groups.values() for index in group]
     if len(set(used)) != len(used):
         raise ConfigError("DS41_GPUS_A and DS41_GPUS_C overlap: each GPU belongs to one group")
+    host = settings.host or profile.serve.host
+    if not loopback(host) and settings.api_key_file is None:
+        raise ConfigError(
+            f"host {host} is reachable from other machines, and no API key is set",
+            hints=(
+                "(umask 077; openssl rand -hex 32 > FILE) and DS41_API_KEY_FILE=FILE",
+                "or keep 127.0.0.1, and let a reverse proxy or an ssh tunnel reach it",
+            ),
+        )
     engine_dir = dirs.data / "engines" / profile.engine.name
     if settings.engram_dir is not None:
         stores = [settings.engram_dir]
@@ -124,12 +142,31 @@ def layout(
         python=settings.python or engine_dir / "venv" / "bin" / "python",
         own_python=settings.python is not None,
         store_dirs=tuple(stores),
-        host=profile.serve.host,
+        host=host,
         port=settings.port or profile.serve.port,
         dspark=profile.serve.dspark if settings.dspark is None else settings.dspark,
         gpu_groups=tuple(groups.items()),
         committed_pins=committed_pins,
+        api_key_file=settings.api_key_file.absolute() if settings.api_key_file else None,
+        own_model=settings.model is not None,
     )
+
+
+def loopback(host: str) -> bool:
+    """True when only this machine reaches `host`; a name other than localhost may resolve to anything."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def base_url(host: str, port: int) -> str:
+    """`http://host:port` for a client on this machine; one that listens everywhere is asked on loopback."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        if address.is_unspecified:
+            host = "127.0.0.1" if address.version == 4 else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def default_python() -> str:

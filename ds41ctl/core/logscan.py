@@ -1,11 +1,11 @@
-"""Engine log reading: which phase a start is in, which markers were seen, and what a death means."""
+"""Engine log reading: which phase a start is in and how far, which markers were seen, what the engine resolved."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from ds41ctl.core.faults import Fault, fingerprint
 from ds41ctl.core.profile import Marker
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -15,102 +15,28 @@ PHASES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("importing", re.compile(r"")),
     ("configuring", re.compile(r"non-default args|Resolved architecture")),
     ("starting workers", re.compile(r"Initializing a V1 LLM engine|EngineCore|world_size=")),
-    ("loading weights", re.compile(r"Starting to load model|Loading safetensors|Loading weights")),
-    ("Engram", re.compile(r"Built engram token map|Engram store layer|Engram table offloaded")),
+    ("building the model", re.compile(r"Starting to load model")),
+    ("Engram", re.compile(r"Built engram token map|Engram store layer|Engram table offloaded|Engram layer .* served")),
+    ("loading weights", re.compile(r"Loading safetensors|Loading weights")),
     ("KV cache", re.compile(r"KV cache size|Available KV cache memory")),
+    ("compiling", re.compile(r"torch\.compile takes|Compiling a graph|Start compiling")),
     ("capturing graphs", re.compile(r"Capturing CUDA graph|Graph capturing")),
+    ("warming up", re.compile(r"Warming up|init engine \(profile")),
     ("starting API", re.compile(r"Starting vLLM (?:API )?server|Started server process")),
     ("answering", re.compile(r"Application startup complete")),
 )
-
-
-@dataclass(frozen=True)
-class Fingerprint:
-    """A known way to die: what it is and what helps."""
-
-    name: str
-    meaning: str
-    fix: str
-
-
-# pattern -> fingerprint; the first match in the last lines wins. Sources: vLLM's own messages and field reports.
-FINGERPRINTS: tuple[tuple[re.Pattern[str], Fingerprint], ...] = (
-    (
-        re.compile(r"ds41: (?P<line>.+)"),
-        Fingerprint("plugin", "{line}", ""),
-    ),
-    (
-        re.compile(r"Address already in use|Errno 98"),
-        Fingerprint("port", "the port was taken while the engine loaded", "DS41_PORT=<another> ds41ctl serve"),
-    ),
-    (
-        re.compile(r"weights were not initialized from checkpoint: (?P<line>.{0,160})"),
-        Fingerprint("weights", "tensors are missing from the pack: {line}", "ds41ctl fetch --verify"),
-    ),
-    (
-        re.compile(r"Compressed vocab size mismatch: (?P<line>.{0,120})"),
-        Fingerprint(
-            "tokenizer",
-            "the tokenizer is not the one the Engram tables were hashed with: {line}",
-            "ds41ctl fetch --verify",
-        ),
-    ),
-    (
-        re.compile(r"num_heads == 32 or num_heads == 64"),
-        Fingerprint(
-            "indexer",
-            "DeepGEMM's indexer kernel takes 32 or 64 index heads",
-            "use a pack with index_n_heads 32",
-        ),
-    ),
-    (
-        re.compile(r"operator torchvision::nms does not exist"),
-        Fingerprint("torchvision", "a torchvision of another build shadows torch", "ds41ctl engine install --force"),
-    ),
-    (
-        re.compile(r"libcudart\.so\.13"),
-        Fingerprint(
-            "cuda-13",
-            "this wheel is a CUDA 13 build; Volta needs 12.8",
-            "install the engine the profile pins",
-        ),
-    ),
-    (
-        re.compile(r"undefined symbol: (?P<line>\S{0,80})"),
-        Fingerprint("abi", "the wheel was built for another torch or CUDA ({line})", "ds41ctl engine install --force"),
-    ),
-    (
-        re.compile(r"LLVM ERROR: Cannot select: intrinsic"),
-        Fingerprint("triton", "this triton cannot compile for the GPU", "install the triton the engine pins"),
-    ),
-    (
-        re.compile(r"CUDA out of memory|OutOfMemoryError|No available memory for the cache blocks"),
-        Fingerprint(
-            "memory",
-            "not enough memory for weights and KV cache",
-            "free the GPUs, or lower the profile's utilisation",
-        ),
-    ),
-    (
-        re.compile(r"Cannot allocate memory|MemoryError|bad_alloc"),
-        Fingerprint("host-memory", "the host ran out of memory", "ds41ctl preflight --only host.ram"),
-    ),
-    (
-        re.compile(r"No module named '?(?P<line>[\w.]+)"),
-        Fingerprint("module", "the engine's venv lacks {line}", "ds41ctl engine verify"),
-    ),
-    (
-        re.compile(r"Worker proc .* died unexpectedly \(exit code: (?P<line>[^)]*)"),
-        Fingerprint("worker", "a worker process died (exit code {line})", "look further up in the log: ds41ctl logs"),
-    ),
-)
-_LEVEL = re.compile(r"\b(?:INFO|WARNING|DEBUG) \d\d-\d\d ")  # vLLM's line prefix
-_KV_POOL = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+_COUNTED = ("loading weights", "capturing graphs")  # phases whose percent the log states
+_PERCENT = re.compile(r"(?:safetensors checkpoint shards|Capturing CUDA graphs?)[^|]{0,80}?(\d{1,3})%")
+_KV_POOL = re.compile(r"(?:GPU|CPU) KV cache size: ([\d,]+) tokens")
+_MODE = re.compile(r"'cudagraph_mode': <CUDAGraphMode\.(\w+)|[Ss]etting cudagraph_mode=(?:CUDAGraphMode\.)?(\w+)")
+_CAPTURED = re.compile(r"Graph capturing finished")
+# lines an engine repeats while it waits: they are no progress
+_WAITING = re.compile(r"No available shared memory broadcast block|still waiting|Waiting for \d+ (?:local|remote)")
 _WINDOW = 400  # log lines a fingerprint is looked for in
 
 
 class LogScan:
-    """Reads a growing log piece by piece."""
+    """Reads a growing log piece by piece. `moved` counts the lines that say something new."""
 
     def __init__(self, required: Iterable[Marker], forbidden: Iterable[Marker]) -> None:
         self._required = tuple(required)
@@ -119,25 +45,37 @@ class LogScan:
         self._partial = ""
         self._phase = 0
         self.kv_pool_tokens: int | None = None
+        self.cudagraph_mode = ""
+        self.graphs_captured = False
+        self.percent: int | None = None
+        self.moved = 0
         self.lines: list[str] = []
 
     def feed(self, text: str) -> None:
-        """Take the next piece of the log, cut anywhere."""
+        """Take the next piece of the log, cut anywhere. A progress bar redraws its line with carriage returns."""
         pieces = (self._partial + text).split("\n")
         self._partial = pieces.pop()
         for piece in pieces:
-            self._line(_ANSI.sub("", piece.rstrip("\r")))
+            for drawn in piece.rstrip("\r").split("\r"):
+                self._line(_ANSI.sub("", drawn))
 
     def _line(self, line: str) -> None:
         self.lines.append(line)
         del self.lines[:-_WINDOW]
+        self.moved += not _WAITING.search(line)
         for index in range(len(PHASES) - 1, self._phase, -1):
             if PHASES[index][1].search(line):
-                self._phase = index
+                self._phase, self.percent = index, None
                 break
+        percent = _PERCENT.search(line)
+        if percent:
+            self.percent = min(100, int(percent[1]))
         pool = _KV_POOL.search(line)
         if pool:
             self.kv_pool_tokens = int(pool[1].replace(",", ""))
+        for mode in _MODE.finditer(line):
+            self.cudagraph_mode = mode[1] or mode[2]
+        self.graphs_captured = self.graphs_captured or _CAPTURED.search(line) is not None
         for marker in (*self._required, *self._forbidden):
             if marker.text in line:
                 self._counts[marker.text] = self._counts.get(marker.text, 0) + 1
@@ -146,6 +84,11 @@ class LogScan:
     def phase(self) -> str:
         """The furthest phase seen."""
         return PHASES[self._phase][0]
+
+    @property
+    def percent_text(self) -> str:
+        """` 45 %` in a phase that counts, else ''."""
+        return f" {self.percent} %" if self.percent is not None and self.phase in _COUNTED else ""
 
     def missing(self) -> list[Marker]:
         """Required markers not seen often enough."""
@@ -161,6 +104,18 @@ class LogScan:
             return f"its KV cache holds {self.kv_pool_tokens:,} tokens, {expected:,} (within {tolerance:.0%}) expected"
         return ""
 
+    def graphs_fault(self, expected: str) -> str:
+        """'' when the engine resolved the expected CUDA-graph mode and captured its graphs, else what is wrong."""
+        if not expected:
+            return ""
+        if not self.cudagraph_mode:
+            return f"its log states no CUDA-graph mode, {expected} expected: unproven"
+        if self.cudagraph_mode != expected:
+            return f"its CUDA graphs are {self.cudagraph_mode}, {expected} expected"
+        if expected != "NONE" and not self.graphs_captured:
+            return f"its log does not say that the graphs of {expected} were captured"
+        return ""
+
     def seen_forbidden(self) -> list[Marker]:
         """Forbidden markers that were seen."""
         return [marker for marker in self._forbidden if marker.text in self._counts]
@@ -169,23 +124,6 @@ class LogScan:
         """(required markers satisfied, required markers)."""
         return len(self._required) - len(self.missing()), len(self._required)
 
-    def fingerprint(self) -> Fingerprint | None:
-        """What the last lines say about a death, None when nothing is known of it."""
-        return fingerprint([*self.lines, self._partial])
-
-
-def fingerprint(lines: list[str]) -> Fingerprint | None:
-    """The first known fingerprint, most specific first, in the last lines of a log."""
-    window = lines[-_WINDOW:]
-    for pattern, found in FINGERPRINTS:
-        for line in reversed(window):
-            match = pattern.search(line)
-            if match and not _harmless(line):
-                detail = match.groupdict().get("line") or ""
-                return Fingerprint(found.name, found.meaning.format(line=detail.strip()), found.fix)
-    return None
-
-
-def _harmless(line: str) -> bool:
-    """Our plugin logs information with the same prefix as its refusals."""
-    return _LEVEL.search(line) is not None
+    def fingerprint(self, ending: str = "") -> Fault | None:
+        """What the last lines, and how the process ended, say about a death; None when nothing is known of it."""
+        return fingerprint([*self.lines, self._partial], ending)

@@ -21,6 +21,11 @@ def secret_name(name: str) -> bool:
     return any(word in _WORDS for word in re.split(r"[^a-z0-9]+", name.lower()))
 
 
+def _hides(name: str, value: str) -> bool:
+    """A number under a name such as `max_num_batched_tokens` is an amount, not a secret."""
+    return secret_name(name) and not (value.isdecimal() and "tokens" in re.split(r"[^a-z0-9]+", name.lower()))
+
+
 def mask_text(text: str) -> str:
     """`text` with logins in URLs and well-known token shapes masked."""
     return _SECRET_SHAPE.sub(MASK, _URL_LOGIN.sub(MASK, text))
@@ -28,20 +33,20 @@ def mask_text(text: str) -> str:
 
 def mask_value(name: str, value: str) -> str:
     """Value of an environment variable, masked when its name smells of a secret."""
-    return MASK if value and secret_name(name) else mask_text(value)
+    return MASK if value and _hides(name, value) else mask_text(value)
 
 
 def mask_argv(argv: Sequence[str]) -> list[str]:
     """A command line with the values of `--api-key X`, `--api-key=X` and `TOKEN=X` masked."""
     shown: list[str] = []
-    hide_next = False
+    before = ""
     for word in argv:
-        name, equals, _ = word.partition("=")
-        if hide_next and not word.startswith("-"):
+        name, equals, value = word.partition("=")
+        if before and _hides(before, word) and not word.startswith("-"):
             shown.append(MASK)
-        elif equals and secret_name(name):
+        elif equals and _hides(name, value):
             shown.append(f"{name}={MASK}")
         else:
             shown.append(mask_text(word))
-        hide_next = not equals and word.startswith("-") and secret_name(word)
+        before = word if not equals and word.startswith("-") else ""
     return shown

@@ -56,6 +56,22 @@ class PackLock(_Model):
         return next((tree for tree in self.trees if (tree.repo, tree.revision) == (repo, revision)), None)
 
 
+class SeenFile(_Model):
+    """A file that nothing pins, as it was first seen."""
+
+    size: int = Field(ge=0)
+    sha256: Sha256
+
+
+class SeenPack(_Model):
+    """A folder that nothing pins, as it was first seen: name -> file."""
+
+    schema_version: int = Field(LOCK_SCHEMA, alias="schema")
+    folder: str
+    recorded_at: str
+    files: dict[str, SeenFile] = Field(min_length=1)
+
+
 def parse_lock(text: str, origin: str) -> PackLock:
     """Parse a lock file. Raises IntegrityError naming `origin` and the first problem."""
     try:

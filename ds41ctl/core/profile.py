@@ -146,6 +146,9 @@ class Engine(_Model):
     lock: str = Field("", description="venv: fully pinned requirements in engine_patches/locks")
     torch: str = Field("", description="venv: torch requirement, installed first and alone")
     torch_index: str = Field("", description="venv: index asked only when the configured indexes lack that torch")
+    system_packages: bool = Field(
+        False, description="venv: it sees the packages of the Python it is made with (CUDA libraries of an image)"
+    )
     plugin: bool = Field(False, description="venv: install ds41_engine into it")
     wheel: str = Field("", description="venv: file name of the engine wheel when it is not in the lock")
     wheel_url: str = ""
@@ -176,6 +179,10 @@ class Serve(_Model):
     dspark_argv: tuple[str, ...] = Field((), description="appended while the drafter is on")
     dspark: bool = False
     env: dict[str, str] = Field(default_factory=dict)
+    numa: Literal["", "interleave"] = Field("", description="where the engine's host memory goes; empty: the default")
+    cudagraph_mode: str = Field(
+        "", description="CUDA-graph mode the engine must report at its start; empty: not judged"
+    )
     ready_timeout_s: float = Field(gt=0, le=86400, description="upper bound of a start; progress is judged long before")
     stall_timeout_s: float = Field(
         gt=0, le=86400, description="a start whose log and CPU time stand still this long is dead"
@@ -204,12 +211,18 @@ class Serve(_Model):
 class Engram(_Model):
     """Where the tables live while the engine runs."""
 
-    storage: Literal["tmpfs", "hugetlb", "disk", "none"] = Field(
-        description="tmpfs and hugetlb are memory; disk reads each row from a drive, for machines without the memory"
+    storage: Literal["tmpfs", "hugetlb", "disk", "engine", "none"] = Field(
+        description="tmpfs and hugetlb are memory; disk reads each row from a drive, for machines without the memory; "
+        "engine: it keeps the tables itself and fills them from the pack, which its plugin proves"
     )
     dir: str = Field("", description="absolute folder; empty: chosen below /dev/shm or the state folder")
     size_gib: float = Field(0, ge=0, le=16384, description="tmpfs size; 0 computes it from the tables")
     page: Literal["", "4K", "2M", "1G"] = Field("", description="page size; empty: the best there is")
+
+    @property
+    def own_store(self) -> bool:
+        """True when ds41ctl builds the store that the engine reads."""
+        return self.storage not in ("none", "engine")
 
 
 class Clocks(_Model):

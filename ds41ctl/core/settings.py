@@ -31,6 +31,8 @@ class Settings(BaseSettings):
         None, description="GPU indices of pipeline stage 2, for example 4,5,6,7"
     )
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(None, description="port of the API")
+    host: str | None = Field(None, description="address of the API; another than loopback needs DS41_API_KEY_FILE")
+    api_key_file: Path | None = Field(None, description="0600 file that holds the API's key (one line)")
     dspark: bool | None = Field(None, description="drafter on (1) or off (0)")
     engram_dir: Path | None = Field(None, description="folder for the Engram store that you prepared")
     data_dir: Path | None = Field(None, description="packs and engines (default: XDG data folder)")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,14 @@ from ds41ctl.adapters.hub import Hub
 from ds41ctl.adapters.pack import Checked, Expected, Holding
 from ds41ctl.adapters.transfer import Order, State, Summary, Transfer
 from ds41ctl.core import packgen
-from ds41ctl.core.errors import IntegrityError, NoSpaceError, UnsupportedError
+from ds41ctl.core.errors import ConfigError, DeniedError, IntegrityError, NoSpaceError, UnsupportedError
 from ds41ctl.core.layout import Layout
+from ds41ctl.steps import own
+from ds41ctl.steps.hashing import Told, hash_all
 from ds41ctl.steps.runner import Goal, Progress
 
 SPACE_MARGIN = 1.02  # filesystem metadata and blocks only partly used
 CONNECTIONS = 8
-TELL_EVERY_S = 1.0  # a download of hours must not fill its own journal
 
 
 @contextlib.contextmanager
@@ -30,37 +29,6 @@ def locked_folders(folders: Sequence[Path], what: str) -> Iterator[None]:
         for folder in sorted(set(folders)):
             held.enter_context(files.locked(folder / pack.LOCK_FILE, what))
         yield
-
-
-class Told:
-    """Progress at most every TELL_EVERY_S, from one thread at a time (a journal takes no two at once)."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._at, self._lock = progress, 0.0, threading.Lock()
-
-    def __call__(self, text: str, data: dict[str, Any]) -> None:
-        """Tell, unless it was told a moment ago."""
-        with self._lock:
-            now = time.monotonic()
-            if now - self._at >= TELL_EVERY_S:
-                self._at = now
-                self._progress(text, data)
-
-
-def hash_all(wanted: Sequence[tuple[Path, Expected]], progress: Progress) -> list[Checked]:
-    """Hash files on all cores, telling how far it is; each with what is wrong with it."""
-    total = sum(item.size for _, item in wanted)
-    done, began, tell = [0], time.monotonic(), Told(progress)
-
-    def count(number: int, item: Expected) -> None:
-        done[0] += number  # a lost update of two threads costs a rounding in a progress line
-        rate = done[0] / max(time.monotonic() - began, 0.001)
-        tell(
-            f"hashing {item.name}",
-            {"bytes": done[0], "total": total, "rate": rate, "eta_s": max(0.0, total - done[0]) / rate},
-        )
-
-    return list(pack.hash_all(wanted, count))
 
 
 class Fetch:
@@ -81,6 +49,11 @@ class Fetch:
 
     def check(self) -> Goal:
         """All files there and vouched for by their sidecars: no byte is read."""
+        folder = self.layout.model_dir
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is a file, expected the pack's folder", hints=("ds41ctl config",))
+        if pack.own_hybrid(self.layout):
+            return own.check(self.layout)
         held = pack.holdings(self.layout)
         if held is None:
             return Goal(False, "the file list of the pack was not fetched yet")
@@ -113,10 +86,14 @@ class Fetch:
 
     def do(self, progress: Progress) -> None:
         """Prove what is there, write what is missing. A wrong file is replaced only with `repair`."""
+        if pack.own_hybrid(self.layout):
+            own.look_through(self.layout, progress)
+            return
         folders = {self.layout.source_dir(source.dir) for source in self.layout.profile.model.hub_sources}
         with locked_folders([*folders] or [self.layout.model_dir], f"fetching {self.layout.name}"):
             held = self._pinned(progress)
             bad = self._proven(held, progress)
+            _demand_access(bad)
             _sweep(held, bad)
             corrupt = [(folder, item, reason) for folder, item, reason in bad if reason != pack.MISSING]
             if corrupt and not self.repair:
@@ -140,6 +117,7 @@ class Fetch:
         held = pack.holdings(self.layout)
         if held is None:
             hub = self._hub()
+            hub.note = lambda text: progress(text, {"note": True})
             progress(f"file lists from {hub.name}", {})
             pins.ensure(self.layout, hub)
             held = pack.holdings(self.layout)
@@ -233,6 +211,14 @@ def _sweep(held: Sequence[Holding], bad: Sequence[Checked]) -> None:
 def _only_sidecar(folder: Path, item: Expected, reason: str) -> bool:
     """True when the file has its place and size, and only its sidecar does not vouch for it."""
     return reason != pack.MISSING and pack.place_problem(folder, item) == ""
+
+
+def _demand_access(bad: Sequence[Checked]) -> None:
+    """A file that may not be read is not wrong: getting it again would not help whoever may not read it."""
+    closed = [folder / item.name for folder, item, reason in bad if reason == pack.NO_ACCESS]
+    if closed:
+        more = f" (and {len(closed) - 1} more)" if closed[1:] else ""
+        raise DeniedError(f"{closed[0]} {pack.NO_ACCESS}{more}", hints=(f"chmod a+r {closed[0]}",))
 
 
 def _demand_inside(folder: Path, target: Path) -> None:

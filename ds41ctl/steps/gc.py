@@ -19,6 +19,8 @@ def collect(layout: Layout) -> list[tuple[Path, int]]:
 
     A part that the pins still want is kept: the next fetch goes on from it. Raises LockedError while a fetch runs.
     """
+    if pack.own_hybrid(layout):  # the user's own folder: nothing of ours lies there
+        return []
     held = pack.holdings(layout) or ()
     folders = [holding.folder for holding in held if holding.folder.is_dir()]
     if layout.model_dir.is_dir() and layout.model_dir not in folders:

@@ -20,6 +20,7 @@ from ds41ctl.core.tensors import Tensor
 from ds41ctl.steps.runner import Goal, Progress
 
 MANIFEST_SCHEMA = 1
+NOT_OURS = "nothing that pack graft made"
 QUANTIZATION = "quantization_config.json"
 # made here or about one source only: not linked from it
 OWN_NAMES = {"config.json", pack.INDEX, QUANTIZATION, "README.md", ".gitattributes", "LICENSE"}
@@ -44,6 +45,9 @@ class GraftPack:
     def check(self) -> Goal:
         """The hybrid is there, made from these very pins, every link in place and vouched for."""
         spec, folder = self.spec, self.layout.model_dir
+        if pack.own_hybrid(self.layout):
+            seen = pack.own_record(self.layout) is not None
+            return Goal(seen, f"{folder} is " + ("a hybrid of your own: nothing is built" if seen else NOT_OURS))
         held = pack.holdings(self.layout)
         if held is None:
             return Goal(False, "the sources were not fetched yet")
@@ -56,18 +60,20 @@ class GraftPack:
         bad = pack.quick([Holding(folder, own)])
         if bad:
             return Goal(False, f"{bad[0][1].name}: {bad[0][2]}")
-        text = f"{spec.tensors} tensors, {spec.grafted} grafted at {spec.bits:g} bits, {len(manifest['links'])} links"
-        return Goal(True, text, {"dir": str(folder), "links": len(manifest["links"])})
+        links = manifest["links"]
+        shards = sum(name.endswith(".safetensors") for name in links)
+        text = f"{spec.tensors} tensors, {spec.grafted} grafted at {spec.bits:g} bits, {shards} linked shards"
+        return Goal(True, text, {"dir": str(folder), "links": len(links), "shards": shards})
 
     def do(self, progress: Progress) -> None:
         """Read the headers of all sources, choose, prove, build beside the target, rename."""
         spec, folder = self.spec, self.layout.model_dir
-        held = self._verified()
         if folder.exists() and not pack.graft_manifest(folder) and any(folder.iterdir()):
             raise IntegrityError(
-                f"{folder} exists and was not made by pack graft",
-                hints=(f"mv {folder} {folder}.aside",),
+                f"{folder} exists and is {NOT_OURS}",
+                hints=(f"mv {folder} {folder}.aside", "ds41ctl fetch   # when it is a hybrid of your own"),
             )
+        held = self._verified()
         with files.locked(folder.with_name(folder.name + ".graft.lock"), f"grafting {self.layout.name}"):
             located = {}
             for name in ("trunk", "experts", "donor"):

@@ -75,9 +75,9 @@ class Description:
 def describe(folder: Path, *, drafter: bool = False) -> Description:
     """Read a pack's config, index and headers.
 
-    Raises NotFoundError when there is no such folder, IntegrityError when it has no config or no index.
+    Raises NotFoundError when there is no pack, IntegrityError when it has no config or no index.
     """
-    if not folder.is_dir():
+    if not any((folder / name).exists() for name in ("config.json", pack.INDEX)):
         raise NotFoundError(f"no pack in {folder}", hints=("ds41ctl fetch",))
     config = pack.config(folder)
     found = pack.contents(folder)

@@ -127,4 +127,6 @@ class Runner:
 
     def _failed(self, name: str, error: BaseException, started: float) -> None:
         text = error.message if isinstance(error, Ds41Error) else type(error).__name__
+        if isinstance(error, PermissionError):
+            text = f"permission denied: {error.filename or ''}"
         self._tell("step.done", step=name, state="fail", text=text, seconds=time.monotonic() - started)

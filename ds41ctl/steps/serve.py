@@ -1,4 +1,4 @@
-"""serve: the engine runs in a private tmux server (or in the foreground) and has proven that tokens flow."""
+"""serve: the engine runs in a private tmux server, a container or the foreground, and has proven that tokens flow."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import TextIO
 
-from ds41ctl.adapters import enginevenv, files, host, proc, running, store, tmux
+from ds41ctl.adapters import (
+    containers,
+    enginevenv,
+    files,
+    host,
+    keyfile,
+    machine,
+    nvml,
+    proc,
+    running,
+    store,
+    tmux,
+)
 from ds41ctl.adapters import pane as pane_module
 from ds41ctl.adapters.http import EngineClient, HttpFault, Limits
 from ds41ctl.adapters.paths import private_dir
@@ -29,53 +40,21 @@ from ds41ctl.core.errors import (
     NotFoundError,
     UnsupportedError,
 )
+from ds41ctl.core.faults import fingerprint
+from ds41ctl.core.launch import RUN_MARKER, Launch, launch
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.logscan import LogScan
-from ds41ctl.core.plan import INHERITED, RUN_MARKER, engine_argv, engine_env
 from ds41ctl.steps import engram, stop
+from ds41ctl.steps.holders import ChildHolder, ContainerHolder, Holder, TmuxHolder
+from ds41ctl.steps.progress import Stall
 from ds41ctl.steps.runner import Goal, Progress
 
 POLL_S = 0.25  # how often a start looks at the process: a death is named well within 5 s
 PROBE_EVERY_S = 1.0
 KEEP_LOGS = 10
-TAIL_LINES = 20
-
-
-class Holder(Protocol):
-    """What holds the engine's process and knows how it ended."""
-
-    def ending(self) -> str | None:
-        """None while it lives, else `exit status 1` or `signal 9`."""
-        ...
-
-
-@dataclass
-class TmuxHolder:
-    """The engine in its tmux pane."""
-
-    socket: Path
-    identity: proc.Identity
-
-    def ending(self) -> str | None:
-        """As tmux saw it; a vanished server counts as an ending too."""
-        found = tmux.read(self.socket)
-        if found is None:
-            return None if self.identity.alive() else "an unknown status (its tmux server is gone)"
-        return found.ending() if found.dead else None
-
-
-class ChildHolder:
-    """The engine as our own child (serve --foreground)."""
-
-    def __init__(self, argv: list[str]) -> None:
-        self.process = proc.spawn_attached(argv)
-
-    def ending(self) -> str | None:
-        """As the kernel told us."""
-        status = self.process.poll()
-        if status is None:
-            return None
-        return f"signal {-status}" if status < 0 else f"exit status {status}"
+TAIL_LINES = 120
+LOG_LAG_S = 5.0
+LOG_QUIET_S = 0.5
 
 
 class Serve:
@@ -119,18 +98,15 @@ class Serve:
     # ---- do
     def do(self, progress: Progress) -> None:
         """Start it. On any failure nothing of the engine is left running."""
-        lock = self.layout.dirs.state / "locks" / f"serve-{self.layout.name}.lock"
-        with files.locked(lock, f"starting {self.layout.name}"):
+        with files.locked(serve_lock(self.layout), f"starting {self.layout.name}"):
             record = refuse_second(self.layout)
             if record is not None:
                 progress(f"a start is under way (pid {record.pid}): waiting for it", {})
-                self.holder = TmuxHolder(self.layout.socket_path, record.identity)
+                self.holder = holder_of(self.layout, record)
             else:
-                self._refuse_unfit()
-                record, spec = self._prepare()
-                argv = [sys.executable, "-I", str(Path(pane_module.__file__)), str(spec)]
-                progress("starting", {})
-                record = self._launch(argv, record)
+                self.refuse_unfit()
+                self._refuse_taken()
+                record = self._start(progress)
             self.record = record
             try:
                 self._wait(record, progress)
@@ -146,26 +122,40 @@ class Serve:
                 raise
             running.write(self.layout.record_path, record.model_copy(update={"ready_at": _now()}))
 
-    def _refuse_unfit(self) -> None:
-        """What would cost minutes to find out later."""
+    def refuse_unfit(self) -> None:
+        """What would cost minutes to find out later, or (before a replacement) the engine that runs now."""
         layout = self.layout
-        if layout.profile.engine.kind != "venv":
-            raise UnsupportedError(
-                f"this version cannot start a {layout.profile.engine.kind} engine",
-                hints=(
-                    *layout.profile.lacks,
-                    f"ds41ctl serve --profile {layout.name} --dry-run   # prints the command",
-                ),
-            )
-        if not os.access(layout.python, os.X_OK):
+        if layout.profile.engine.kind == "container":
+            containers.need_client()
+            if self.foreground:
+                raise UnsupportedError(
+                    "a container engine has no foreground: its daemon holds it",
+                    hints=("ds41ctl serve", "ds41ctl logs -f"),
+                )
+            if not containers.image_digest(layout):
+                raise NotFoundError(f"no image {layout.profile.engine.image}", hints=("ds41ctl engine install",))
+        elif not os.access(layout.python, os.X_OK):
             raise NotFoundError(f"no engine interpreter at {layout.python}", hints=("ds41ctl engine install",))
         if not layout.model_dir.is_dir():
             raise NotFoundError(f"no pack in {layout.model_dir}", hints=("ds41ctl fetch",))
-        if layout.profile.engram.storage != "none":
+        if layout.profile.engram.own_store:
             folder = store.locate(layout)
             fault = store.problem(layout, folder)
             if fault:
                 raise IntegrityError(f"Engram store in {folder}: {fault}", hints=("ds41ctl engram build",))
+        keyfile.read(layout.api_key_file)
+
+    def _refuse_taken(self) -> None:
+        """Name and port that somebody else holds."""
+        layout = self.layout
+        if layout.profile.engine.kind == "container":
+            tool, name = containers.need_client(), layout.profile.engine.name
+            found = containers.state(tool, name)
+            if found is not None:
+                raise AlreadyRunningError(
+                    f"a container named {name} ({found.id[:12]}, {found.status}) exists, and ds41ctl did not start it",
+                    hints=(f"{tool} rm -f {name}   # if it is yours and not needed",),
+                )
         port = host.probe_port(layout.host, layout.port)
         if port.free is False:
             who = f" is held by {proc.describe(port.holder.pid)}" if port.holder else f": {port.error or port.reason}"
@@ -176,32 +166,49 @@ class Serve:
                 ),
             )
 
-    def _prepare(self) -> tuple[Running, Path]:
+    def _start(self, progress: Progress) -> Running:
+        start = launch(
+            self.layout, machine.look(self.layout, self.environ), str(store.locate(self.layout)), strict=True
+        )
+        for note in start.notes:
+            progress(note, {"note": True})
+        if start.dropped:
+            progress(f"set in this shell and not passed on: {', '.join(start.dropped)}", {"note": True})
+        record, spec = self._prepare(start)
+        progress("starting", {})
+        if self.layout.profile.engine.kind == "container":
+            return self._launch_container(start, record, spec)
+        return self._launch([sys.executable, "-I", str(Path(pane_module.__file__)), str(spec)], record)
+
+    def _prepare(self, start: Launch) -> tuple[Running, Path]:
+        """Folders, log and the 0600 file the wrapper reads; nothing runs yet."""
         layout = self.layout
         logs = layout.dirs.state / "logs" / layout.name
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        log = logs / f"engine-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.log"
+        log = logs / f"engine-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}.log"
         log.touch(mode=0o600)
         for old in sorted(logs.glob("engine-*.log"))[:-KEEP_LOGS]:
             old.unlink()
-        folder = str(store.locate(layout))
-        argv = engine_argv(layout, folder)
         token = secrets.token_hex(8)
-        env = {name: self.environ[name] for name in INHERITED if name in self.environ}
-        env.update(engine_env(layout, folder))
+        env = {name: self.environ[name] for name in start.inherited if name in self.environ}
+        env.update(start.env)
         env[RUN_MARKER] = token
-        layout.cache_dir.mkdir(parents=True, exist_ok=True)
+        Path(start.cache).mkdir(parents=True, exist_ok=True)
         # a clean working folder: `python -m` puts it on sys.path, where a stray vllm/ or *.dist-info would win
-        cwd = private_dir(layout.dirs.state / "cwd")
-        spec = private_dir(layout.dirs.runtime) / f"{layout.name}.spec.json"
-        start = {
-            "argv": list(argv),
+        private_dir(Path(start.cwd))
+        runtime = private_dir(layout.dirs.runtime)
+        spec = runtime / f"{layout.name}.spec.json"
+        contained = layout.profile.engine.kind == "container"
+        told = {
+            "argv": list(start.argv),
             "env": env,
-            "cwd": str(cwd),
+            "cwd": start.cwd,
             "log": str(log),
+            "limits": start.limits,
+            "secrets": {} if contained else start.secrets,
             "die_with_parent": self.foreground,
         }
-        files.publish_json(spec, start, mode=0o600)
+        files.publish_json(spec, told, mode=0o600)
         record = Running(
             profile=layout.name,
             profile_path=str(self.profile_path),
@@ -214,14 +221,27 @@ class Serve:
             host=layout.host,
             port=layout.port,
             served_name=layout.profile.model.served_name,
-            argv=argv,
-            environment_sha256=hashlib.sha256(json.dumps(env, sort_keys=True).encode()).hexdigest(),
+            argv=start.argv,
+            environment_sha256=environment_digest(env),
             log=str(log),
             socket=str(layout.socket_path),
             spec=str(spec),
             started_at=_now(),
+            api_key_file=str(layout.api_key_file or ""),
+            idle_vram_mib=self._idle_vram(),
         )
         return record, spec
+
+    def _idle_vram(self) -> dict[str, int]:
+        """UUID -> MiB in use before the start, of the profile's GPUs: `stop` proves that it is reached again."""
+        wanted = {index for _, indices in self.layout.gpu_groups for index in indices}
+        if not wanted:
+            return {}
+        return {
+            gpu.uuid: gpu.memory_total_mib - gpu.memory_free_mib
+            for gpu in nvml.survey().gpus or ()
+            if gpu.index in wanted and gpu.memory_total_mib is not None and gpu.memory_free_mib is not None
+        }
 
     def _launch(self, argv: list[str], record: Running) -> Running:
         if self.foreground:
@@ -238,11 +258,52 @@ class Serve:
         running.write(self.layout.record_path, record)
         return record
 
+    def _launch_container(self, start: Launch, record: Running, spec: Path) -> Running:
+        """`docker run -d`, then a tmux pane that copies its log. Recorded by name before it exists, so that a kill
+        between the two leaves nothing that `stop` does not find."""
+        tool, name = start.argv[0], self.layout.profile.engine.name
+        if start.env_file:
+            key = keyfile.read(self.layout.api_key_file)
+            lines = "".join(f"{variable}={key}\n" for variable in start.secrets)
+            files.publish(Path(start.env_file), [lines.encode()], mode=0o600)
+        record = record.model_copy(update={"container": name, "runtime": tool})
+        running.write(self.layout.record_path, record)
+        told = json.loads(spec.read_text(encoding="utf-8"))
+        found, said = containers.start(start.argv, told["env"], Path(start.cwd))
+        if not found:
+            known = fingerprint(said.splitlines())
+            left = containers.state(tool, name)
+            if left is not None:
+                containers.stop(tool, name, 0)
+            running.forget(self.layout.record_path, record)
+            raise EngineDiedError(
+                f"{tool} did not start the container: {known.meaning if known else said.splitlines()[-1][:200]}",
+                detail=said.splitlines()[-TAIL_LINES:],
+                hints=(known.fix,) if known and known.fix else (),
+            )
+        state = containers.state(tool, found)
+        identity = proc.identify(state.pid) if state is not None and state.pid else None
+        follow = {**told, "argv": [tool, "logs", "-f", found], "limits": {}}
+        files.publish_json(spec, follow, mode=0o600)
+        tmux.kill(self.layout.socket_path)
+        argv = [sys.executable, "-I", str(Path(pane_module.__file__)), str(spec)]
+        tmux.start(self.layout.socket_path, "ds41", argv)
+        record = record.model_copy(
+            update={
+                "container": found,
+                "pid": state.pid if state is not None else 0,
+                "start_ticks": identity.start_ticks if identity else 0,
+            }
+        )
+        running.write(self.layout.record_path, record)
+        self.holder = ContainerHolder(tool, found)
+        return record
+
     def _wait(self, record: Running, progress: Progress) -> None:
         """Until process alive, /health 200, one generated token, required markers seen, store mapped."""
         serve = self.layout.profile.serve
         scan = LogScan(serve.required_markers, serve.forbidden_markers)
-        watch = _Stall(serve.stall_timeout_s)
+        watch = Stall(serve.stall_timeout_s, gpus=bool(self.layout.profile.hardware.gpus))
         log = Path(record.log).open(encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
         started = time.monotonic()
         probe_at = 0.0
@@ -251,35 +312,51 @@ class Serve:
             while True:
                 ending = self.holder.ending()
                 text = log.read()
+                if ending is not None and isinstance(self.holder, ContainerHolder):
+                    time.sleep(POLL_S)  # the follower copies the container's last lines
+                    text += log.read()
                 scan.feed(text)
+                watch.read(scan.moved)
                 elapsed = time.monotonic() - started
                 if ending is not None:
                     raise died(
                         f"the engine died after {elapsed:.0f} s while {scan.phase} ({ending})",
                         scan,
                         record.log,
+                        ending,
                     )
-                for marker in scan.seen_forbidden():
-                    raise EngineDiedError(
-                        f"the engine's log holds what this profile forbids: {marker.text!r}",
-                        detail=(marker.why,) if marker.why else (),
-                        hints=("ds41ctl logs",),
-                    )
-                progress(f"{scan.phase}, {elapsed:.0f} s", {"phase": scan.phase, "elapsed_s": round(elapsed, 1)})
+                _refuse_forbidden(scan, record.log)
+                progress(
+                    f"{scan.phase}{scan.percent_text}, {elapsed:.0f} s",
+                    {"phase": scan.phase, "percent": scan.percent, "elapsed_s": round(elapsed, 1)},
+                )
                 if elapsed >= probe_at:
                     probe_at = elapsed + PROBE_EVERY_S
                     if health(record.url) == "ok":
-                        scan.feed(log.read())
+                        self._read_up(log, scan)
                         self._prove(record, scan)
                         return
-                    watch.look(record, len(text), elapsed)
+                    watch.look(record.pid, record.marker, elapsed)
                 if watch.stalled(elapsed) or elapsed > serve.ready_timeout_s:
-                    why = "stood still" if watch.stalled(elapsed) else "was not ready"
-                    limit = serve.stall_timeout_s if watch.stalled(elapsed) else serve.ready_timeout_s
-                    raise died(f"the engine {why} for {limit:.0f} s while {scan.phase}", scan, record.log)
+                    why = watch.why(elapsed) or f"was not ready after {serve.ready_timeout_s:.0f} s"
+                    raise died(f"the engine {why} while {scan.phase}", scan, record.log)
                 time.sleep(POLL_S)
 
+    def _read_up(self, log: TextIO, scan: LogScan) -> None:
+        """The rest of the log. A container's is copied by its runtime's client, which may lag behind the answer."""
+        deadline = time.monotonic() + (LOG_LAG_S if isinstance(self.holder, ContainerHolder) else 0.0)
+        quiet_since = time.monotonic()
+        while True:
+            text = log.read()
+            scan.feed(text)
+            now = time.monotonic()
+            quiet_since = now if text else quiet_since
+            if now >= deadline or (not scan.missing() and now - quiet_since > LOG_QUIET_S):
+                return
+            time.sleep(0.1)
+
     def _prove(self, record: Running, scan: LogScan) -> None:
+        _refuse_forbidden(scan, record.log)
         fault = first_token(record)
         if fault:
             scan.feed(Path(record.log).read_text(encoding="utf-8", errors="replace")[-20_000:])
@@ -287,16 +364,18 @@ class Serve:
         missing = scan.missing()
         if missing:
             marker = missing[0]
-            raise EngineDiedError(
+            raise unproven(
                 f"the engine answers, but its log lacks {marker.text!r}"
                 + (f" ({marker.count} times)" if marker.count > 1 else ""),
-                detail=(marker.why,) if marker.why else (),
-                hints=("ds41ctl logs",),
+                scan,
+                record.log,
+                marker.why,
             )
         serve = self.layout.profile.serve
         fault = scan.kv_pool_fault(serve.kv_pool_tokens, serve.kv_pool_tolerance)
+        fault = fault or scan.graphs_fault(serve.cudagraph_mode)
         if fault:
-            raise EngineDiedError(f"the engine answers, but {fault}", hints=("ds41ctl logs",))
+            raise unproven(f"the engine answers, but {fault}", scan, record.log)
         fault = self._unproven_rank(record)
         if fault:
             raise EngineDiedError(
@@ -313,7 +392,7 @@ class Serve:
     def _unproven_rank(self, record: Running) -> str:
         """'' when the log of our own engine says of every rank that it reads its own rows; else what is missing."""
         profile = self.layout.profile
-        if profile.engram.storage == "none" or not profile.engine.plugin:
+        if not profile.engram.own_store or not profile.engine.plugin:
             return ""
         ranks, _ = parallel_sizes(record.argv)
         wanted = rank_ranges(engram.pack_geometry(self.layout), ranks)
@@ -321,29 +400,36 @@ class Serve:
             return unproven_rank(log, wanted)
 
     def _maps_store(self, record: Running) -> bool:
-        """True when as many processes of the engine map the store as it has ranks (or the profile keeps none)."""
-        if self.layout.profile.engram.storage == "none":
+        """True when the engine's ranks map the store (or the profile keeps none, or a container hides its processes).
+
+        Of our own engine every record file must be mapped by as many processes as there are tensor-parallel ranks: each
+        pipeline stage maps the tables of its own layers. Of another engine only the number of processes is known.
+        """
+        profile, folder = self.layout.profile, store.locate(self.layout)
+        if not profile.engram.own_store or record.container:
             return True
         ours = {item.pid for item in proc.family(record.pid, record.marker)}
         ranks, _ = parallel_sizes(record.argv)
-        return len(ours & set(store.mapped_by(store.locate(self.layout)))) >= ranks
+        if not profile.engine.plugin:
+            return len(ours & set(store.mapped_by(folder))) >= ranks
+        return all(len(ours & pids) >= ranks for pids in store.file_users(folder).values())
 
 
-@dataclass
-class _Stall:
-    """Neither a new log line nor CPU time for too long means that a start hangs."""
+def serve_lock(layout: Layout) -> Path:
+    """Held while a start waits: one start of a profile at a time."""
+    return layout.dirs.state / "locks" / f"serve-{layout.name}.lock"
 
-    limit_s: float
-    cpu_s: float = -1.0
-    moved_at: float = 0.0
 
-    def look(self, record: Running, new_bytes: int, elapsed: float) -> None:
-        used = proc.cpu_seconds(item.pid for item in proc.family(record.pid, record.marker))
-        if new_bytes or used > self.cpu_s + 0.05:
-            self.cpu_s, self.moved_at = used, elapsed
+def environment_digest(env: Mapping[str, str]) -> str:
+    """What a start's environment is compared by."""
+    return hashlib.sha256(json.dumps(dict(env), sort_keys=True).encode()).hexdigest()
 
-    def stalled(self, elapsed: float) -> bool:
-        return elapsed - self.moved_at > self.limit_s
+
+def holder_of(layout: Layout, record: Running) -> Holder:
+    """The holder of a recorded engine that this process did not start."""
+    if record.container:
+        return ContainerHolder(record.runtime or record.argv[0], record.container)
+    return TmuxHolder(layout.socket_path, record.identity)
 
 
 def _now() -> str:
@@ -359,26 +445,49 @@ def health(url: str) -> str:
     return "ok" if reply.status == 200 else str(reply.status)
 
 
-def first_token(record: Running) -> str:
+def key_of(record: Running) -> str | None:
+    """The key a running engine was started with."""
+    return keyfile.read(Path(record.api_key_file)) if record.api_key_file else None
+
+
+def first_token(record: Running, timeout_s: float = 300) -> str:
     """'' when the engine generates one token, else what it did instead (a dead engine may still say healthy)."""
     body = {"model": record.served_name, "prompt": "1", "max_tokens": 1, "temperature": 0}
+    limits = Limits(first_s=timeout_s, total_s=timeout_s)
     try:
-        reply = EngineClient(record.url).post_json("/v1/completions", body, Limits(first_s=300, total_s=300))
+        reply = EngineClient(record.url, key_of(record)).post_json("/v1/completions", body, limits)
         tokens = reply.ok_json().get("usage", {}).get("completion_tokens", 0)
     except HttpFault as fault:
         return f"failed: {fault.message}"
     return "" if tokens == 1 else f"gave {tokens} tokens"
 
 
-def died(message: str, scan: LogScan, log: str) -> EngineDiedError:
-    """The error of a failed start: fingerprint first, then the log's last lines."""
-    known = scan.fingerprint()
+def died(message: str, scan: LogScan, log: str, ending: str = "") -> EngineDiedError:
+    """The error of a failed start: what is known of the fault, then the log's last lines."""
+    known = scan.fingerprint(ending)
     tail = [line for line in scan.lines if line.strip()][-TAIL_LINES:]
     hints = [known.fix] if known and known.fix else []
+    meaning = known.meaning if known else "a fault that ds41ctl does not know; the lines below are all there is"
     return EngineDiedError(
-        f"{message}: {known.meaning}" if known else message,
+        f"{message}: {meaning}",
         detail=(f"last lines of {log}:", *(f"| {line[:200]}" for line in tail)),
         hints=(*hints, "ds41ctl logs"),
+    )
+
+
+def _refuse_forbidden(scan: LogScan, log: str) -> None:
+    for marker in scan.seen_forbidden():
+        raise unproven(f"the engine's log holds what this profile forbids: {marker.text!r}", scan, log, marker.why)
+
+
+def unproven(message: str, scan: LogScan, log: str, why: str = "") -> EngineDiedError:
+    """The error of an engine that answers and is not what its profile says."""
+    tail = [line for line in scan.lines if line.strip()][-TAIL_LINES:]
+    said = (why,) if why else ()
+    return EngineDiedError(
+        message,
+        detail=(*said, f"last lines of {log}:", *(f"| {line[:200]}" for line in tail)),
+        hints=("ds41ctl logs",),
     )
 
 

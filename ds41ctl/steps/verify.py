@@ -13,7 +13,8 @@ from ds41ctl.core.finding import Finding, Status
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.pins import PICKLED
 from ds41ctl.core.tensors import roles, violations
-from ds41ctl.steps.fetch import hash_all
+from ds41ctl.steps.hashing import hash_all
+from ds41ctl.steps.own import NOT_PINNED
 from ds41ctl.steps.runner import Goal, Progress
 
 SHOWN = 20  # violations listed one by one
@@ -43,8 +44,12 @@ class VerifyPack:
                 hints=("ds41ctl fetch",),
             )
         own = pack.expected(self.layout)
-        looked = [*held] if self.layout.profile.model.graft is None else [*held, Holding(self.layout.model_dir, own)]
+        looked = [*held]
+        if self.layout.profile.model.graft is not None and not self._own:
+            looked.append(Holding(self.layout.model_dir, own))
         self.findings = self._bytes(looked, progress)
+        if self._own:
+            self.findings.append(self._not_pinned())
         if not self.quick:
             self.findings += self._contract(own)
             self.findings += [finding for holding in looked for finding in _foreign(holding)]
@@ -56,24 +61,51 @@ class VerifyPack:
             return Goal(False, failed[0].summary + more)
         return Goal(True, self.findings[0].summary)
 
+    @property
+    def _own(self) -> bool:
+        return pack.own_hybrid(self.layout)
+
+    def _not_pinned(self) -> Finding:
+        seen = pack.own_record(self.layout)
+        since = seen.recorded_at if seen else "just now"
+        return Finding(
+            id="pack.pins",
+            status=Status.WARN,
+            summary=f"a hybrid of your own, first hashed {since}: {NOT_PINNED}",
+            expected="digests that the profile's sources pin",
+            found=f"digests in {self.layout.own_pins_dir}",
+            why="a file that was wrong when it was first hashed stays wrong",
+            fix=("unset DS41_MODEL   # the pinned packs are fetched and grafted",),
+        )
+
     def _bytes(self, held: Sequence[Holding], progress: Progress) -> list[Finding]:
         wanted = [(holding.folder, item) for holding in held for item in holding.items]
         if not wanted:
             return [_finding("pack.bytes", Status.UNKNOWN, "local folder: nothing pins its bytes", "pinned files", "")]
         # what lies behind a link is hashed once, at its own place
-        bad = pack.quick(held) if self.quick else hash_all([p for p in wanted if p[1].target is None], progress)
-        if not self.quick:
+        bad = pack.quick(held) if self.quick else self._hashed(wanted, progress)
+        if not self.quick and not self._own:
             links = [(folder, item) for folder, item in wanted if item.target is not None]
             bad += [(folder, item, pack.place_problem(folder, item)) for folder, item in links]
         faults = [
-            _finding("pack.bytes", Status.FAIL, f"{folder / item.name}: {reason}", item.digest, reason, REPAIR)
+            _finding(
+                "pack.bytes",
+                Status.FAIL,
+                f"{folder / item.name}: {reason}",
+                item.digest,
+                reason,
+                (f"chmod a+r {folder / item.name}",) if reason == pack.NO_ACCESS else REPAIR,
+            )
             for folder, item, reason in bad
             if reason
         ]
-        total = sum(item.size for _, item in wanted if item.target is None)
+        total = sum(item.size for _, item in wanted if self._own or item.target is None)
         how = "sidecars unchanged" if self.quick else "every byte hashed"
         text = f"{len(wanted)} files, {total / 2**20:,.0f} MiB, {how}"
         return faults or [_finding("pack.bytes", Status.OK, text, "the pinned bytes", "")]
+
+    def _hashed(self, wanted: Sequence[tuple[Path, pack.Expected]], progress: Progress) -> list[pack.Checked]:
+        return hash_all([pair for pair in wanted if self._own or pair[1].target is None], progress, lenient=True)
 
     def _contract(self, own: Sequence[pack.Expected]) -> list[Finding]:
         folder = self.layout.model_dir

@@ -30,10 +30,10 @@ from pathlib import Path
 from ds41ctl.adapters.hub import Hub
 from ds41ctl.steps.fetch import Fetch
 from tests.bench.fetch import layout
-step = Fetch(layout(Path(sys.argv[2])), hub=lambda: Hub(sys.argv[1], None, False, False))
+step = Fetch(layout(Path(sys.argv[2])), hub=lambda: Hub(sys.argv[1], None, False, sys.argv[3] == "xet"))
 step.do(lambda text, data: None)
 assert step.check().reached
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, *step.check().data["received"])
 """
 
 
@@ -70,9 +70,9 @@ def fetch_against_hf(work: Path, source: Path, rounds: int = 3) -> None:
         hf = str(Path(sys.executable).parent / "hf")
         mine, theirs, memory = [], [], 0
         for _ in range(rounds):
-            seconds, out = _run([sys.executable, "-c", OURS, url, str(work / "ours")])
+            seconds, out = _run([sys.executable, "-c", OURS, url, str(work / "ours"), "http"])
             mine.append(seconds)
-            memory = max(memory, int(out))
+            memory = max(memory, int(out.split()[0]))
             shutil.rmtree(work / "ours")
             env = {"HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(work / "hf-home")}
             argv = [hf, "download", "owner/repo", "--revision", REVISION, "--local-dir", str(work / "hf")]
@@ -86,6 +86,32 @@ def fetch_against_hf(work: Path, source: Path, rounds: int = 3) -> None:
             f"fetch + verify {size / MIB:,.0f} MiB in {FILES} files         {size / MIB / ours:7.0f} MiB/s   "
             f"{(first + second) / ours:5.2f} times faster than hf download + sha256sum "
             f"({ours:.1f} s against {first:.1f} + {second:.1f} s; our peak memory {memory} MiB)"
+        )
+    finally:
+        server.kill()
+        server.wait()
+
+
+def fetch_by_xet(work: Path, mib: int = 1024, rounds: int = 3) -> None:
+    """Speed and peak memory of a fetch from a Xet store on this disk; no network is in it."""
+    source = work / "xet-source"
+    _make(source, mib)
+    argv = [sys.executable, "-m", "tests.fakes.hub", str(source), str(work / "xet-store")]
+    server = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        found = []
+        for _ in range(rounds):
+            seconds, out = _run([sys.executable, "-c", OURS, url, str(work / "ours"), "xet"])
+            assert out.split()[1:] == ["xet"], out
+            found.append((seconds, int(out.split()[0])))
+            shutil.rmtree(work / "ours")
+        seconds = sorted(found)[rounds // 2][0]
+        memory = [peak for _, peak in found]
+        print(
+            f"fetch + verify {mib:,} MiB from a local Xet store    {mib / seconds:7.0f} MiB/s   "
+            f"peak memory {min(memory)} to {max(memory)} MiB"
         )
     finally:
         server.kill()
@@ -153,4 +179,6 @@ def main(work: Path) -> None:
     for path in source.glob("*" + pack.SIDECAR):
         path.unlink()
     fetch_against_hf(work, source)
+    shutil.rmtree(source)
+    fetch_by_xet(work)
     print(f"(this process peaked at {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024} MiB)")

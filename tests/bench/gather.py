@@ -20,6 +20,7 @@ import torch
 from ds41_engine.store import EngramStore
 
 TOKENS, COLUMNS, ROUNDS = 2048, 24, 40
+THREADS = tuple(count for count in (1, 2, 4, 8) if count <= len(os.sched_getaffinity(0)))
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
     file = os.open(store.layers[1].parts[0].path, os.O_RDONLY)
     pool = ThreadPoolExecutor(2)
     stores = {}
-    for threads in (1, 2):
+    for threads in THREADS:
         stores[threads] = EngramStore.open(folder, {1: rows})
         stores[threads].use_kernels(threads)
 
@@ -49,8 +50,10 @@ def main() -> None:
             os.pread(file, 264, row * 264)
 
     ways: dict[str, Callable[[np.ndarray], object]] = {
-        "ours, 1 thread": lambda ids: stores[1].gather(1, ids, out),
-        "ours, 2 threads": lambda ids: stores[2].gather(1, ids, out),
+        **{
+            f"ours, {threads} thread{'s' * (threads > 1)}": lambda ids, it=it: it.gather(1, ids, out)
+            for threads, it in stores.items()
+        },
         "numpy take": lambda ids: np.take(table, ids.reshape(-1), axis=0, out=flat, mode="clip"),
         "torch index_select": lambda ids: torch.index_select(
             tensor, 0, torch.from_numpy(ids.reshape(-1)), out=torch_out
@@ -73,10 +76,10 @@ def main() -> None:
                 walls[name].append(wall * 1000)
                 cpus[name].append(cpu * 1000)
     ids = np.ascontiguousarray(draw.integers(0, rows, (TOKENS, COLUMNS)))
-    assert np.array_equal(stores[2].gather(1, ids, out), table[ids])
+    assert np.array_equal(stores[THREADS[-1]].gather(1, ids, out), table[ids])
     print(
         f"open and prove: {opened * 1000:.1f} ms; {store.manifest.page_kind}, {store.huge_share():.0%} on huge pages; "
-        f"{stores[2].how}, {stores[2].counters()['gb_per_s']} GB/s"
+        + ", ".join(f"{it.how} {it.counters()['gb_per_s']} GB/s" for it in stores.values())
     )
     take = statistics.median(walls["numpy take"]), statistics.median(cpus["numpy take"]), min(walls["numpy take"])
     for name in ways:

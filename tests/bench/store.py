@@ -1,7 +1,8 @@
-"""python -m tests.bench.store [GIB]: an Engram table of GIB (4.3) built, attached and gathered, against its peers.
+"""python -m tests.bench.store [GIB [REPEATS]]: an Engram table of GIB (4.3) built, attached, gathered, against peers.
 
-Build against `cp` followed by `sha256sum` of the same shard; gather (in the engine's interpreter, DS41_BENCH_PYTHON)
-against numpy, torch and preads on the same pages. Needs memory for twice the table; hugepages when root, else tmpfs.
+Build against `cp` followed by `sha256sum` of the same shard, in turns, REPEATS (3) times; gather (in the engine's
+interpreter, DS41_BENCH_PYTHON) against numpy, torch and preads on the same pages. Needs memory for twice the table;
+hugepages when root, else tmpfs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -55,9 +57,26 @@ def seconds(started: float) -> float:
     return time.perf_counter() - started
 
 
+def copy_and_sum(shard: Path) -> float:
+    """Seconds of what a user would do by hand: a copy in memory, then its sha256."""
+    copy = Path(f"/dev/shm/ds41ctl-bench-{os.getpid()}")
+    try:
+        started = time.perf_counter()
+        subprocess.run(["cp", str(shard), str(copy)], check=True)
+        subprocess.run(["sha256sum", str(copy)], check=True, capture_output=True)
+        return seconds(started)
+    finally:
+        copy.unlink(missing_ok=True)
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})"
+
+
 def main() -> None:
     """Run it all and print one line each."""
     gib = float(sys.argv[1]) if len(sys.argv) > 1 else 4.3
+    repeats = int(sys.argv[2]) if len(sys.argv) > 2 else 3
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         root = Path(name)
         found = geometry(write_shard(root / "pack", gib))
@@ -75,26 +94,21 @@ def main() -> None:
         it = layout(profile, Settings(model=root / "pack"), dirs, may_mount=is_root)
         shard = root / "pack" / SHARD
         mib = shard.stat().st_size / 2**20
-        copy = Path(f"/dev/shm/ds41ctl-bench-{os.getpid()}")
         try:
-            started = time.perf_counter()
-            subprocess.run(["cp", str(shard), str(copy)], check=True)
-            subprocess.run(["sha256sum", str(copy)], check=True, capture_output=True)
-            peer = seconds(started)
-        finally:
-            copy.unlink(missing_ok=True)
-        try:
-            started = time.perf_counter()
-            said: list[tuple[float, str]] = []
-            folder = storebuild.build(it, found, lambda text, data: said.append((seconds(started), text)))
-            ours = seconds(started)
-            print(
-                f"  place ready after {said[0][0]:.2f} s, first rows after {said[1][0]:.2f} s, all {said[-1][0]:.2f} s"
-            )
+            peers, ours, ready = [], [], []
+            for _ in range(repeats):
+                peers.append(copy_and_sum(shard))
+                said: list[float] = []
+                started = time.perf_counter()
+                folder = storebuild.build(it, found, lambda text, data, said=said: said.append(time.perf_counter()))
+                ours.append(seconds(started))
+                ready.append(said[0] - started)
             facts = store.inspect(it)
+            median = statistics.median(ours)
             print(
-                f"build {mib:.0f} MiB on {facts.page_kind}: {ours:.2f} s, {mib / ours:.0f} MiB/s, {peer / ours:.2f} "
-                f"times faster than cp + sha256sum ({peer:.2f} s)"
+                f"build {mib:.0f} MiB on {facts.page_kind}: median {spread(ours)}, {mib / median:.0f} MiB/s; "
+                f"cp + sha256sum {spread(peers)}; {statistics.median(peers) / median:.2f} times faster, "
+                f"best against best {min(peers) / min(ours):.2f}; place ready after {spread(ready)}"
             )
             started = time.perf_counter()
             goal = engram.EngramBuild(it).check()

@@ -260,6 +260,11 @@ BAD: dict[str, tuple[list[Fault], type[Ds41Error], str]] = {
     "403 from the store for ever": ([Fault("cdn", BIG, times=99, status=403)], UnauthorisedError, "403"),
     "404 for the file": ([Fault("resolve", BIG, times=99, status=404)], NotFoundError, BIG),
     "416": ([Fault("cdn", BIG, times=99, status=416)], IntegrityError, "shorter file"),
+    "416 on resume": (
+        [Fault("cdn", BIG, cut=MIB), Fault("cdn", BIG, times=99, status=416)],
+        IntegrityError,
+        "shorter file",
+    ),
     "429 for ever": ([Fault("cdn", BIG, times=99, status=429)], NetworkError, "HTTP 429 .4 times in a row"),
     "500 for ever": ([Fault("cdn", BIG, times=99, status=500)], NetworkError, "HTTP 500"),
     "the file list is never given": ([Fault("tree", times=99, status=500)], NetworkError, "HTTP 500"),
@@ -584,6 +589,28 @@ def test_a_folder_that_may_not_be_written_is_said(tmp_path: Path, hub: FakeHub) 
         fetch(layout, hub)
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everywhere")
+def test_a_pack_of_somebody_else_can_be_verified_and_a_file_that_may_not_be_read_is_not_fetched_again(
+    tmp_path: Path, hub: FakeHub
+) -> None:
+    layout = only_bytes(tmp_path)
+    fetch(layout, hub)
+    sidecar = layout.model_dir / (BIG + pack.SIDECAR)
+    sidecar.write_text("old")
+    layout.model_dir.chmod(0o555)
+    assert judge(layout) == {} and sidecar.read_text() == "old"
+    with pytest.raises(DeniedError, match="sha256-ok: Permission denied"):
+        fetch(layout, hub)
+    layout.model_dir.chmod(0o755)
+    (layout.model_dir / BIG).chmod(0)
+    hub.log.clear()
+    for repair in (False, True):
+        with pytest.raises(DeniedError, match="may not be read by this user") as caught:
+            fetch(layout, hub, repair=repair)
+        assert caught.value.hints[0].startswith("chmod a+r")
+    assert hub.log == [] and "may not be read" in judge(layout)["pack.bytes"][0]
+
+
 def test_a_folder_in_the_way_of_a_file_is_said(tmp_path: Path, hub: FakeHub) -> None:
     layout = layout_of(tmp_path)
     (layout.model_dir / BIG).mkdir(parents=True)
@@ -699,14 +726,8 @@ def test_preflight_is_told_what_is_missing(tmp_path: Path, hub: FakeHub) -> None
 @pytest.fixture
 def xet(tmp_path: Path, hub: FakeHub) -> Path:
     """The big file in a Xet store of hf-xet's own on this disk."""
-    import hf_xet
-
     store = tmp_path / "xet-store"
-    store.mkdir()
-    hub.xet_endpoint = f"local://{store}"
-    with hf_xet.XetSession().new_upload_commit(endpoint=hub.xet_endpoint) as commit:
-        upload = commit.start_upload_bytes(CONTENT[BIG])
-    hub.put_in_xet("owner/pack", BIG, upload.result().xet_info.hash)
+    hub.store_in_xet("owner/pack", store, [BIG])
     return store
 
 
@@ -836,11 +857,14 @@ def test_a_library_call_that_never_comes_back_is_left_behind(tmp_path: Path) -> 
     assert "does not end" in notes[-1]
 
 
-def test_pieces_larger_than_a_claim_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Xet hands out tens of MiB at once: a writer must not wait for a claim that is not due."""
+@pytest.mark.parametrize("step", [1, 4, 7])
+def test_pieces_larger_than_a_claim_do_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Xet hands out many MiB at once: a writer that waits makes a claim due, however large its piece."""
     monkeypatch.setattr(part, "CLAIM_AT", 3 * MIB)
     monkeypatch.setattr(part, "UNCLAIMED_MAX", 6 * MIB)
-    monkeypatch.setattr(part, "_WRITE_STEP", MIB)
+    monkeypatch.setattr(part, "_WRITE_STEP", step * MIB)
     data = hashlib.shake_256(b"pieces").digest(23 * MIB)
     open_part = part.Part(tmp_path / "f", part.Identity(len(data), "sha256:" + hashlib.sha256(data).hexdigest()))
     spans = [(at, min(at + 5 * MIB, len(data))) for at in range(0, len(data), 5 * MIB)]

@@ -212,7 +212,7 @@ def test_a_cdi_specification_as_json_and_broken_ones(tmp_path: Path) -> None:
 
 def test_a_lock_without_a_holder_is_told_from_one_that_is_held(tmp_path: Path) -> None:
     base = tmp_path / "ext/py312_cu128"
-    write(tmp_path, {"ext/py312_cu128/dead/lock": "", "ext/py312_cu128/alive/lock": "", "ext/a/b/c/d/e/lock": ""})
+    write(tmp_path, {"ext/py312_cu128/dead/lock": "", "ext/py312_cu128/alive/lock": "", "ext/a/b/c/d/e/f/g/lock": ""})
     old = time.time() - 7200
     os.utime(base / "dead/lock", (old, old))
     with (base / "alive/lock").open():

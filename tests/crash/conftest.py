@@ -1,16 +1,12 @@
 """Every test here is isolated, and may open sockets to loopback only."""
 
-from __future__ import annotations
+import signal
 
-import pytest
-from pytest_socket import socket_allow_hosts
+from tests.isolation import homes, isolated, loopback_only
 
-from tests.isolation import isolated
+__all__ = ["homes", "isolated", "loopback_only"]
 
-__all__ = ["isolated"]
-
-
-@pytest.fixture(autouse=True)
-def loopback_only() -> None:
-    """Anything but loopback raises."""
-    socket_allow_hosts(["127.0.0.1", "::1", "localhost"], allow_unix_socket=True)
+# `nohup` and a shell's `&` hand down ignored signals, and the children of these tests must die of them
+for _number in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.SIG_DFL)

@@ -2,8 +2,8 @@
 
 Whatever happens: no final name holds bytes that are not the pinned ones, no sidecar vouches for any, a later run
 reaches the same tree without help, and what it fetches again is what the journal had not claimed yet.
-The windows are scaled down (claims every 128 KiB) so that a file of 1 MiB has several; the last test uses the
-real ones.
+The windows are scaled down (claims every 128 KiB) so that a file of 1 MiB has several; the last two tests use the
+real ones. The matrix runs over plain HTTP; Xet shares everything behind the stream and is killed at fewer points.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ from ds41ctl.adapters.hub import Hub
 from ds41ctl.core.errors import Ds41Error
 from ds41ctl.steps.fetch import Fetch
 from tests.crash.test_fetch_matrix import layout
-part.CLAIM_AT, part.UNCLAIMED_MAX, part._HASH_STEP = {CLAIM_AT}, {UNCLAIMED_MAX}, {64 * KIB}
+part.CLAIM_AT, part.UNCLAIMED_MAX = {CLAIM_AT}, {UNCLAIMED_MAX}
+part._HASH_STEP = part._WRITE_STEP = {64 * KIB}
 transfer.SPAN = {512 * KIB}
-hub = Hub(sys.argv[1], None, False, False, Limits(stall_s=20))
+hub = Hub(sys.argv[1], None, False, sys.argv[3:] == ["xet"], Limits(stall_s=20))
 step = Fetch(layout(Path(sys.argv[2])), hub=lambda: hub, connections=2)
 try:
     step.do(lambda text, data: None)
@@ -91,21 +92,21 @@ def watched(made: Layout) -> list[Path]:
     return [*found, folder, pins, pins.with_name(pins.name + part.SUFFIX), pins.parent]
 
 
-def traced(made: Layout, hub: FakeHub, *options: str, log: Path) -> subprocess.CompletedProcess[str]:
+def traced(made: Layout, hub: FakeHub, *options: str, log: Path, xet: bool = False) -> subprocess.CompletedProcess[str]:
     """The program under strace, looking only at the paths of the pack."""
     argv = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", str(log)]
     for path in watched(made):
         argv += ["-P", str(path)]
     return subprocess.run(
-        [*argv, *options, sys.executable, "-c", PROGRAM, hub.url, str(made.dirs.data.parent)],
+        [*argv, *options, sys.executable, "-c", PROGRAM, hub.url, str(made.dirs.data.parent), *["xet"] * xet],
         capture_output=True, text=True, timeout=120, cwd=Path.cwd(), check=False,
     )  # fmt: skip
 
 
-def calls_of_a_fetch(tmp: Path, hub: FakeHub) -> Counter[str]:
+def calls_of_a_fetch(tmp: Path, hub: FakeHub, *, xet: bool = False) -> Counter[str]:
     """How often each call is made when nothing goes wrong."""
     log = tmp / "trace"
-    done = traced(layout(tmp / "count"), hub, "-e", "trace=" + ",".join(CALLS), log=log)
+    done = traced(layout(tmp / "count"), hub, "-e", "trace=" + ",".join(CALLS), log=log, xet=xet)
     assert done.stdout == "OK\n", done.stderr
     return Counter(re.findall(rf"^\d+ +({'|'.join(CALLS)})\(", log.read_text(), re.MULTILINE))
 
@@ -125,7 +126,7 @@ def written(made: Layout) -> int:
     return sum(KIB for at in range(0, len(data), KIB) if data[at : at + KIB] == right[at : at + KIB])
 
 
-def judge(made: Layout, hub: FakeHub, point: str) -> None:
+def judge(made: Layout, hub: FakeHub, point: str, *, xet: bool = False) -> None:
     """The invariants after a death, then the run that must put everything right."""
     for name, data in CONTENT.items():
         path = made.model_dir / name
@@ -138,10 +139,13 @@ def judge(made: Layout, hub: FakeHub, point: str) -> None:
         held = part.claimed(made.model_dir / BIG, identity)
         assert written(made) - held <= UNCLAIMED_MAX + KIB, f"{point}: {written(made)} written, {held} claimed"
     before = hub.sent(f"{BIG}?signature=1")
-    step = Fetch(made, hub=lambda: Hub(hub.url, None, False, False, Limits(stall_s=20)))
+    step = Fetch(made, hub=lambda: Hub(hub.url, None, False, xet, Limits(stall_s=20)))
     step.do(lambda text, data: None)
     assert step.check().reached, point
     again = hub.sent(f"{BIG}?signature=1") - before
+    if xet:
+        assert again == 0, f"{point}: plain HTTP was asked"
+        again = step.check().data.get("received", {}).get("xet", 0)
     assert again == (0 if there else len(CONTENT[BIG]) - held), f"{point}: {again} bytes sent again"
     names = {path.name for path in made.model_dir.iterdir()}
     assert names == {*CONTENT, *(name + pack.SIDECAR for name in CONTENT), pack.LOCK_FILE}, f"{point}: {names}"
@@ -186,6 +190,39 @@ def test_at_every_point_nothing_wrong_is_published_and_the_next_run_ends_well(
             assert kind in expected and int(code) == done.returncode, point
         judge(made, hub, point)
         shutil.rmtree(tmp_path / f"{when}")
+
+
+@pytest.mark.timeout(600)
+def test_killed_while_xet_brings_the_bytes_nothing_wrong_is_published_either(tmp_path: Path, hub: FakeHub) -> None:
+    hub.store_in_xet("owner/pack", tmp_path / "store", [BIG])
+    try:
+        calls = calls_of_a_fetch(tmp_path, hub, xet=True)
+        wanted = {"pwrite64": 6, "fdatasync": 6, "fsync": 6, "rename": 2}
+        chosen = [(call, when) for call, step in wanted.items() for when in range(1, calls[call] + 1, step)]
+        assert len(chosen) >= 8, calls
+        for call, when in chosen:
+            made, log = layout(tmp_path / f"{call}-{when}"), tmp_path / "trace"
+            inject = f"inject={call}:signal=KILL:when={when}"
+            done = traced(made, hub, "-e", f"trace={call}", "-e", inject, log=log, xet=True)
+            point = f"Xet, SIGKILL at {call} {when} of {calls[call]}: {done.stderr.strip()[-300:]}"
+            assert done.returncode == (-signal.SIGKILL if "killed by" in log.read_text() else 0), point
+            judge(made, hub, point, xet=True)
+    finally:
+        hub.repos["owner/pack"][BIG].xet = ""
+
+
+def test_two_streams_of_xet_and_what_is_not_claimed_stay_below_64_mib() -> None:
+    """What a kill can cost of a file that Xet brings: no server's log shows what its library had asked for."""
+    from ds41ctl.adapters import transfer
+
+    assert transfer.XET_RANGES_PER_FILE * transfer.XET_SPAN + part.UNCLAIMED_MAX <= 64 * MIB
+    item = transfer._File.__new__(transfer._File)
+    item.sources, item.flying, item.single, item.finishing = [type("Xet", (), {"label": "xet"})()], [], False, False  # type: ignore[list-item]
+    item.order = transfer.Order(Path("f"), 1 << 30, "", (), lambda sha256: None)
+    item.part = type("Empty", (), {"missing": lambda self: [(0, 1 << 30)]})()  # type: ignore[assignment]
+    while (span := item.gap()) is not None:
+        item.flying.append(span)
+    assert sum(end - begin for begin, end in item.flying) == transfer.XET_RANGES_PER_FILE * transfer.XET_SPAN
 
 
 def test_killed_at_ninety_percent_of_a_big_file_less_than_64_mib_are_fetched_again(tmp_path: Path) -> None:

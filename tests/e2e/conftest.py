@@ -78,9 +78,9 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
-    """A command line with fresh folders; everything it started is ended afterwards."""
+    """A command line with fresh folders for the whole run; everything it started is ended afterwards."""
     root = tmp_path_factory.mktemp("e2e")
     engines = Path(os.environ.get("DS41_DATA_DIR") or platformdirs.user_data_dir("ds41ctl")) / "engines"
     if not engines.is_dir():

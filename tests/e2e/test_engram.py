@@ -66,3 +66,40 @@ def test_drop_leaves_nothing(cli: Cli) -> None:
     assert cli("engram", "drop", *TWO).code == 0
     assert not Path(shown["data_dir"]).exists() and not Path(shown["dir"]).exists()
     assert cli("engram", "status", *TWO).code == 10
+
+
+def two_stages_on_disk(cli: Cli) -> str:
+    """cpu-tiny-tp2 made into two pipeline stages, one Engram layer each, whose rows are read from the drive."""
+    text = (Path(__file__).parents[2] / "profiles" / "cpu-tiny-tp2.toml").read_text()
+    for old, new in (
+        ('name = "cpu-tiny-tp2"', 'name = "local"'),
+        ('"--tensor-parallel-size", "2"', '"--pipeline-parallel-size", "2", "--no-async-scheduling"'),
+        ('DS41_ENGRAM_STORE = "${engram}"', 'DS41_ENGRAM_STORE = "${engram}"\nVLLM_PP_LAYER_PARTITION = "2,4"'),
+        ('rows"\ncount = 2', 'rows"\ncount = 1'),
+        ('storage = "tmpfs"', 'storage = "disk"'),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    path = cli.root / "local.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_two_pipeline_stages_read_their_own_layers_rows_from_the_drive(cli: Cli) -> None:
+    profile = two_stages_on_disk(cli)
+    for command in (("fetch",), ("engram", "build"), ("serve",)):
+        answer = cli(*command, "--profile", profile)
+        assert answer.code == 0, answer.out + answer.err
+    log = Path(cli.record("local")["log"]).read_text()
+    for layer in (1, 3):
+        assert log.count(f"ds41: Engram layer {layer}: rank 0 of 1 reads rows [0, ") == 1
+    assert (
+        log.count("ds41: Engram gather: ds41_kernels (io_uring, O_DIRECT, 1 thread)") == 2
+        or log.count("ds41: Engram gather: ds41_kernels (pread, 1 thread)") == 2
+    ), "both stages read from the drive"
+    shown = cli("engram", "status", "--profile", profile, "--json").json()["data"]
+    assert shown["storage"] == "disk" and len(shown["mapped_by"]) == 2
+    answer = cli("smoke", "--profile", profile, "--only", "copy", "--only", "arithmetic", "--json")
+    assert answer.code == 0, answer.out
+    assert cli("stop", "--profile", profile).code == 0
+    assert cli("engram", "drop", "--profile", profile).code == 0

@@ -82,6 +82,14 @@ def test_solo_batched_and_chunked_are_identical(engine: Any) -> None:
     assert run(engine, prompts[::-1]) == solo[::-1]
 
 
+def test_later_chunks_of_a_prompt_are_hashed_ahead(engine: Any) -> None:
+    ahead = engine.llm_engine.model_executor.driver_worker.worker.model_runner.model.language_model.ahead
+    before, hits = ahead.tokens, ahead.hits
+    run(engine, [prompt(3 * CHUNK, 13)], generated=1)
+    assert ahead.hits - hits == 2 * (CHUNK + 3), "the second and third chunk, each with three predecessors"
+    assert ahead.tokens - before == 3 * CHUNK + 6
+
+
 def test_decode_after_chunks_equals_one_longer_prompt(engine: Any) -> None:
     tokens = prompt(290, 5)
     whole = run(engine, [tokens])[0]

@@ -2,7 +2,7 @@
 
 Faults are scripted: each says which requests it meets and what happens to them. `log` keeps every request with the
 bytes that were sent for it. The real huggingface_hub client works against it (tests/contract/test_hub.py).
-`python -m tests.fakes.hub FOLDER` serves a folder as `owner/repo` for benchmarks.
+`python -m tests.fakes.hub FOLDER [STORE]` serves a folder as `owner/repo` for benchmarks, from a Xet store too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import json
 import os
 import re
 import socket
+import ssl
 import struct
 import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -93,8 +94,8 @@ def pointer(sha256: str, size: int) -> bytes:
 class FakeHub:
     """Serves repositories on two ports: `url` is the Hub, the other one the store that LFS files redirect to."""
 
-    def __init__(self, *, token: str = "", revision: str = REVISION) -> None:
-        self.token, self.revision = token, revision
+    def __init__(self, *, token: str = "", revision: str = REVISION, tls: ssl.SSLContext | None = None) -> None:
+        self.token, self.revision, self.tls = token, revision, tls
         self.repos: dict[str, dict[str, Remote]] = {}
         self.revisions: dict[str, str] = {}
         self.faults: list[Fault] = []
@@ -103,9 +104,10 @@ class FakeHub:
         self.ranges_from_cdn = True
         self._lock = threading.Lock()
         self._servers = [self._server("hub"), self._server("cdn")]
-        self.url = f"http://127.0.0.1:{self._servers[0].server_port}"
+        scheme = "https" if tls else "http"
+        self.url = f"{scheme}://127.0.0.1:{self._servers[0].server_port}"
         # another host name, so that credentials must not follow
-        self.cdn = f"http://localhost:{self._servers[1].server_port}"
+        self.cdn = f"{scheme}://localhost:{self._servers[1].server_port}"
 
     def __enter__(self) -> FakeHub:
         return self
@@ -137,9 +139,18 @@ class FakeHub:
             oid = git_oid(pointer(sha256, size)) if lfs else git_oid(content)
             found[name] = Remote(size, sha256, oid, lfs, data=content)
 
-    def put_in_xet(self, repo: str, name: str, xet_hash: str) -> None:
-        """State a Xet hash for a file."""
-        self.repos[repo][name].xet = xet_hash
+    def store_in_xet(self, repo: str, store: Path, names: Sequence[str] = ()) -> None:
+        """Put files of a repository (default: all LFS files) into a Xet store of hf-xet's own; state their hashes."""
+        import hf_xet
+
+        store.mkdir(exist_ok=True)
+        self.xet_endpoint = f"local://{store}"
+        for name, item in self.repos[repo].items():
+            if not item.lfs or (names and name not in names):
+                continue
+            with hf_xet.XetSession().new_upload_commit(endpoint=self.xet_endpoint) as commit:
+                upload = commit.start_upload_file(str(item.file)) if item.file else commit.start_upload_bytes(item.data)
+            item.xet = upload.result().xet_info.hash
 
     def sent(self, path: str) -> int:
         """Body bytes sent so far for requests of a path."""
@@ -172,6 +183,8 @@ class FakeHub:
 
         Handler.hub, Handler.role = hub, role
         server = _Server(("127.0.0.1", 0), Handler)
+        if self.tls is not None:  # the handshake is the handler's, so that a client that refuses us blocks nobody
+            server.socket = self.tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         return server
 
@@ -410,13 +423,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def serve(folder: Path) -> None:
-    """Serve a folder until killed; the first line of stdout is the URL."""
+def serve(folder: Path, store: Path | None = None) -> None:
+    """Serve a folder until killed, its files put into a Xet `store`; the first line of stdout is the URL."""
     hub = FakeHub()
     hub.add("owner/repo", {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()})
+    if store is not None:
+        hub.store_in_xet("owner/repo", store)
     print(hub.url, flush=True)
     threading.Event().wait()
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
+    serve(*map(Path, sys.argv[1:]))

@@ -87,3 +87,18 @@ def flip(path: Path, at: int) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
+
+
+def strip(source: Path, target: Path) -> None:
+    """Copy a shard without its `engram.embed` tensors."""
+    raw = source.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header, body, data = json.loads(raw[8 : 8 + length]), {}, b""
+    for name, item in sorted(header.items()):
+        if name == "__metadata__" or "engram.embed" in name:
+            continue
+        begin, end = item["data_offsets"]
+        body[name] = {**item, "data_offsets": [len(data), len(data) + end - begin]}
+        data += raw[8 + length + begin : 8 + length + end]
+    head = json.dumps(body).encode()
+    target.write_bytes(len(head).to_bytes(8, "little") + head + data)

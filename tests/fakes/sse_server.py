@@ -8,6 +8,7 @@ with quirks by intent (`copy`, `tool`, ...) for the unhealthy ones.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import re
 import select
@@ -52,6 +53,7 @@ class ScriptedServer:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
+        self._open: set[socket.socket] = set()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
@@ -64,6 +66,9 @@ class ScriptedServer:
         self._stop.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        for connection in list(self._open):  # a client that connected and asks nothing
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(5)
 
@@ -80,6 +85,7 @@ class ScriptedServer:
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             connection.settimeout(10)
+            self._open.add(connection)
             try:
                 request = _read_request(connection)
                 if request is None:
@@ -88,6 +94,8 @@ class ScriptedServer:
                 self._play(connection, self._handler(request))
             except OSError:
                 return  # the client hung up: its right
+            finally:
+                self._open.discard(connection)
 
     def _play(self, connection: socket.socket, script: Script) -> None:
         for step in script:

@@ -101,6 +101,20 @@ def test_prefill_is_a_median_over_distinct_texts_and_what_does_not_fit_is_left_o
     assert row.value is not None and 5000 < row.value < 10_500 and row.marks == () and row.detail["runs"] == 3
 
 
+def test_a_text_that_came_out_too_short_teaches_the_length_and_is_measured_again() -> None:
+    asked: list[int] = []
+
+    def longer_tokens(say: Say, request: Request) -> Say:  # 6 characters a token after the texts that warm up
+        size = len(str(request.body["messages"][-1]["content"]))
+        asked.append(size)
+        return bench_say(say, size // (4 if len(asked) <= 2 else 6))
+
+    row = measure(("prefill",), quirk=longer_tokens, prefill_runs=2)["prefill.500"]
+    assert len(asked) == 2 + 1 + 2 and row.detail["runs"] == 2
+    assert 485 <= (row.detail["prompt_tokens"] or 0) <= 550
+    assert not any("wanted" in mark for mark in row.marks)
+
+
 @pytest.mark.parametrize(
     ("parts", "quirk", "intent", "mark"),
     [
@@ -131,6 +145,14 @@ def test_a_slowed_card_and_a_swapping_machine_are_marks() -> None:
     braked = HostState(swapped_pages=10, gpus=(GpuState(throttle=0x80),))
     assert "GPU 0 throttles" in bench._machine(calm, braked)[0]
     assert "swapped 5000 pages" in bench._machine(calm, HostState(swapped_pages=5010))[0]
+
+
+def test_a_machine_that_works_for_others_is_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.os, "cpu_count", lambda: 2)
+    before, after = HostState(engine_cpu_s=10, machine_cpu_s=100), HostState(engine_cpu_s=16, machine_cpu_s=113)
+    assert bench._company(before, after, client_s=1.0, seconds=10) == ["other programs used 0.6 of 2 cores"]
+    assert bench._company(before, after, client_s=5.0, seconds=10) == []
+    assert bench._company(HostState(), after, client_s=1.0, seconds=10) == [], "unknown: an engine elsewhere"
 
 
 def test_events_are_not_tokens_and_without_usage_there_is_no_number() -> None:

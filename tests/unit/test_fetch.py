@@ -92,6 +92,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "one byte long": (lambda p: p.write_bytes(p.read_bytes() + b"x"), "3000001 bytes"),
     "empty": (lambda p: os.truncate(p, 0), "0 bytes"),
     "zeros of the right size": (lambda p: p.write_bytes(bytes(3_000_000)), "sha256"),
+    "a sparse hole of the right size": (lambda p: (os.truncate(p, 0), os.truncate(p, 3_000_000)), "sha256"),  # type: ignore[func-returns-value]
     "gone": (lambda p: p.unlink(), "missing"),
     "replaced by a folder": (lambda p: (p.unlink(), p.mkdir()), "not a regular file"),  # type: ignore[func-returns-value]
     "truncated with the old times": (lambda p: keep_times(p, lambda q: os.truncate(q, 9)), "9 bytes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,16 +14,20 @@ import pytest
 from ds41ctl.adapters import pack, profiles
 from ds41ctl.adapters.download import Limits
 from ds41ctl.adapters.hub import Hub
-from ds41ctl.core.errors import IntegrityError, NotFoundError, UnsupportedError
+from ds41ctl.core.errors import ConfigError, IntegrityError, NotFoundError, UnsupportedError
+from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.profile import EngramTable, Profile
 from ds41ctl.core.tensors import contract
 from ds41ctl.steps.fetch import Fetch
+from ds41ctl.steps.gc import collect
 from ds41ctl.steps.graft import GraftPack
 from ds41ctl.steps.inspect import describe
 from ds41ctl.steps.verify import VerifyPack
+from preflight import pack as checks
+from preflight.check import Stage, Verdict
 from tests.fakes.hub import FakeHub
-from tests.fakes.packs import layout_for
+from tests.fakes.packs import flip, layout_for
 from tests.fakes.v41 import ENGRAM_LAYERS, EXPERTS, LAYERS, REAL, ROWS, Stored, config, exl3, files_of, official
 
 GRAFTED = (18, 19, 20, 21, 22)
@@ -276,7 +281,7 @@ BROKEN: dict[str, tuple[str, Callable[[Shards], None], str]] = {
     "a trunk tensor has another shape": (TRUNK, put(WQ, "F8_E4M3", [128, 32]), f"{WQ} has shape"),
     "a tensor nobody knows": (TRUNK, put("layers.7.attn.extra", "BF16", [4], WQ), r"attn\.extra is in no V4\.1"),
     "a drafter tensor is missing": (TRUNK, drop("mtp.0.main_norm.weight"), r"mtp\.0\.main_norm\.weight"),
-    "an Engram table is missing": (TRUNK, drop(TABLE + ".weight"), rf"{TABLE}\.weight is in no shard of the trunk"),
+    "an Engram table is missing": (TRUNK, drop(TABLE + ".weight"), rf"{TABLE}\.weight is in no shard"),
     "an Engram scale in another shard": (
         TRUNK,
         move(TABLE + ".scale", "model-00047-of-00048.safetensors"),
@@ -292,8 +297,13 @@ BROKEN: dict[str, tuple[str, Callable[[Shards], None], str]] = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_source_is_refused_with_the_tensor_named(tmp_path: Path, packs: dict[str, Shards], fault: str) -> None:
+def test_a_broken_source_is_refused_with_the_tensor_named(
+    tmp_path: Path, packs: dict[str, Shards], ready: Layout, fault: str
+) -> None:
     repo, change, text = BROKEN[fault]
+    for folder in (ready.dirs.data / "models").glob("DeepSeek-*"):  # the two good ones are there already
+        if folder.name != repo.rpartition("/")[2]:
+            shutil.copytree(folder, tmp_path / "data" / "models" / folder.name, copy_function=os.link)
     broken = {name: {shard: dict(tensors) for shard, tensors in shards.items()} for name, shards in packs.items()}
     change(broken[repo])
     layout = fetched(tmp_path, broken, small_profile())
@@ -306,7 +316,7 @@ def test_a_broken_source_is_refused_with_the_tensor_named(tmp_path: Path, packs:
     ("counts", "text"),
     [
         ({"tensors": TENSORS + 1}, f"has {TENSORS} tensors, expected {TENSORS + 1}"),
-        ({"grafted": 121}, "120 tensors of layers 18-22 come from .*, expected 121"),
+        ({"grafted": 121}, "120 tensors of layers 18-22 are grafted, expected 121"),
         ({"bits": 4}, r"has 3 bits a weight, expected 4"),
     ],
 )
@@ -318,7 +328,7 @@ def test_counts_that_are_not_the_profiles_are_refused(layout: Layout, counts: di
 
 def test_a_folder_that_somebody_else_made_is_left_alone(layout: Layout) -> None:
     (layout.model_dir / pack.GRAFT).unlink()
-    with pytest.raises(IntegrityError, match="was not made by pack graft"):
+    with pytest.raises(IntegrityError, match="is nothing that pack graft made"):
         GraftPack(layout).do(silent)
 
 
@@ -356,3 +366,182 @@ def test_the_real_profile_asks_for_what_the_contract_gives() -> None:
     assert graft is not None
     assert graft.grafted == len(graft.layers) * 384 * 3 * 4
     assert graft.tensors == len(contract(REAL, routed="exl3")) + 40 * 384 * 3 - 4
+
+
+# ---- a hybrid that the user built
+
+
+@pytest.fixture
+def mine(tmp_path: Path, ready: Layout) -> Layout:
+    """The same hybrid as another tool leaves it: absolute links, nothing of ours; folders that know nothing yet."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for path in ready.model_dir.iterdir():
+        if path.name == pack.GRAFT or path.name.endswith(pack.SIDECAR) or path.is_dir():
+            continue
+        if path.suffix == ".safetensors":
+            (folder / path.name).symlink_to(path.resolve())
+        else:
+            shutil.copyfile(path, folder / path.name)
+    return layout_for(ready.profile, tmp_path / "fresh", model=folder)
+
+
+def own_copy(layout: Layout, shard: str) -> Path:
+    """A shard of the user's hybrid as a file of its own instead of a link."""
+    path = layout.model_dir / shard
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+    return path
+
+
+def nobody() -> Hub:
+    pytest.fail("nothing is to be fetched for a hybrid of one's own")
+
+
+def test_the_recipes_88_links_are_48_official_shards_and_one_a_layer_of_the_expert_packs(ready: Layout) -> None:
+    goal = GraftPack(ready).check()
+    assert goal.data["shards"] == 88 == 48 + LAYERS and "88 linked shards" in goal.text
+
+
+def test_a_hybrid_of_ones_own_is_looked_through_hashed_and_said_to_be_pinned_by_nothing(mine: Layout) -> None:
+    before = {path: path.lstat().st_mtime_ns for path in [mine.model_dir, *mine.model_dir.rglob("*")]}
+    assert pack.inspect(mine).own and not pack.inspect(mine).recorded_at
+    step = Fetch(mine, hub=nobody)
+    assert not step.check().reached
+    step.do(silent)
+    goal = step.check()
+    assert goal.reached and "your own, nothing pins them" in goal.text and goal.data["files"] == len(before) - 1
+    assert GraftPack(mine).check().reached and collect(mine) == []
+    assert {path: path.lstat().st_mtime_ns for path in [mine.model_dir, *mine.model_dir.rglob("*")]} == before
+    for quick in (True, False):
+        verify = VerifyPack(mine, quick=quick)
+        assert verify.judge(lambda finding: None, silent).reached, verify.findings
+        assert [item.status for item in verify.findings if item.id == "pack.pins"] == ["warn"]
+    shard, weight, _ = pack.engram_tensors(mine.model_dir, ENGRAM_LAYERS[1])
+    assert shard.is_file() and weight.shape == (ROWS[1], 256)
+    facts = pack.inspect(mine)
+    assert facts.recorded_at and facts.bytes_missing == 0 and all(item.verified for item in facts.files)
+    assert describe(mine.model_dir).findings[0].status == "ok"
+
+
+def test_preflight_says_that_nothing_pins_a_hybrid_of_ones_own(mine: Layout) -> None:
+    def verdict(stage: Stage) -> Verdict:
+        return checks.files(mine.profile, HostFacts.model_construct(pack=pack.inspect(mine)), stage)
+
+    assert verdict("up").status == "skip" and verdict("serve").status == "fail"
+    Fetch(mine, hub=nobody).do(silent)
+    found = verdict("serve")
+    assert found.status == "warn" and "nothing pins" in found.summary and "DS41_MODEL" in found.fix[0]
+
+
+def test_what_changed_since_it_was_first_hashed_is_named_and_only_the_user_can_say_that_it_is_right(
+    mine: Layout,
+) -> None:
+    Fetch(mine, hub=nobody).do(silent)
+    path = own_copy(mine, "model-00003-of-00043.safetensors")
+    assert not Fetch(mine, hub=nobody).check().reached
+    Fetch(mine, hub=nobody).do(silent)  # another inode, the same bytes: hashed once, and vouched for
+    assert Fetch(mine, hub=nobody).check().reached
+    flip(path, path.stat().st_size - 1)
+    for repair in (False, True):
+        with pytest.raises(
+            IntegrityError, match=r"model-00003-of-00043\.safetensors: sha256 .* first hashed 20"
+        ) as caught:
+            Fetch(mine, hub=nobody, repair=repair).do(silent)
+        assert "rm " in caught.value.hints[1]
+    verify = VerifyPack(mine)
+    assert not verify.judge(lambda finding: None, silent).reached
+    assert [item.id for item in verify.findings if item.failed()] == ["pack.bytes"]
+    (mine.own_pins_dir / pack.OWN_RECORD).unlink()
+    Fetch(mine, hub=nobody).do(silent)
+    assert Fetch(mine, hub=nobody).check().reached
+
+
+def without(name: str) -> Callable[[Layout], None]:
+    def edit(layout: Layout) -> None:
+        path = layout.model_dir / pack.INDEX
+        tree = json.loads(path.read_text())
+        del tree["weight_map"][name]
+        path.write_text(json.dumps(tree))
+
+    return edit
+
+
+def cut(layout: Layout) -> None:
+    path = own_copy(layout, "model-00020-of-00044.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def weaker(layout: Layout) -> None:
+    """Layer 18 from the pack with 2 bits, as before the graft."""
+    path, name = layout.model_dir / pack.INDEX, "model-00020-of-00043.safetensors"
+    source = next(layout.model_dir.glob("model-00003-of-00043.safetensors")).resolve().with_name(name)
+    (layout.model_dir / name).symlink_to(source)
+    path.write_text(path.read_text().replace("model-00020-of-00044.safetensors", name))
+
+
+def dangling(layout: Layout) -> None:
+    path = layout.model_dir / "model-00009-of-00048.safetensors"
+    path.unlink()
+    path.symlink_to("/nowhere/at-all")
+
+
+BROKEN_OWN: dict[str, tuple[Callable[[Layout], None], str]] = {
+    "a tensor the index does not name": (
+        without("layers.7.ffn.experts.1.w2.suh"),
+        r"layers\.7\.ffn\.experts\.1\.w2\.suh",
+    ),
+    "an Engram shard that is not there": (
+        lambda layout: (layout.model_dir / "model-00048-of-00048.safetensors").unlink(),
+        r"model-00048-of-00048\.safetensors is named by the index and missing",
+    ),
+    "a cut shard": (cut, r"model-00020-of-00044\.safetensors"),
+    "bits of before the graft": (
+        weaker,
+        r"layers\.18\.ffn\.experts\.\d+\.w\d\.trellis has 2 bits a weight, expected 3",
+    ),
+    "a dangling link": (dangling, r"model-00009-of-00048\.safetensors is named by the index and missing"),
+    "no index": (lambda layout: (layout.model_dir / pack.INDEX).unlink(), r"model\.safetensors\.index\.json"),
+    "no config": (lambda layout: (layout.model_dir / "config.json").unlink(), r"config\.json is missing"),
+}
+
+
+@pytest.mark.parametrize("variant", BROKEN_OWN)
+def test_a_broken_hybrid_of_ones_own_is_refused_with_the_tensor_or_file_named(mine: Layout, variant: str) -> None:
+    edit, text = BROKEN_OWN[variant]
+    edit(mine)
+    with pytest.raises(IntegrityError, match=text):
+        Fetch(mine, hub=nobody).do(silent)
+    assert pack.own_record(mine) is None
+
+
+def test_a_damaged_record_of_ones_own_hybrid_is_one_line(mine: Layout) -> None:
+    mine.own_pins_dir.mkdir(parents=True)
+    (mine.own_pins_dir / pack.OWN_RECORD).write_text('{"files": {}}')
+    with pytest.raises(IntegrityError, match=r"record\.json: cannot be read") as caught:
+        Fetch(mine, hub=nobody).check()
+    assert "\n" not in caught.value.message
+
+
+def test_an_empty_folder_of_ones_own_is_where_ours_is_built(mine: Layout, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    layout = layout_for(mine.profile, tmp_path / "fresh", model=tmp_path / "empty")
+    assert not pack.own_hybrid(layout) and not pack.own_hybrid(layout_for(mine.profile, tmp_path / "fresh"))
+
+
+def test_a_model_that_is_no_folder_or_holds_no_pack_is_said_before_anything_is_fetched(
+    mine: Layout, tmp_path: Path
+) -> None:
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk" / "notes").write_text("x")
+
+    def run(name: str) -> None:
+        step = Fetch(layout_for(mine.profile, tmp_path / "fresh", model=tmp_path / name), hub=nobody)
+        step.check()
+        step.do(silent)
+
+    with pytest.raises(NotFoundError, match="holds no pack"):
+        run("junk")
+    with pytest.raises(ConfigError, match="is a file"):
+        run("junk/notes")

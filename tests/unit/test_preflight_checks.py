@@ -151,43 +151,69 @@ def pools(zero: tuple[int, int], one: tuple[int, int], reserved: int = 0) -> tup
     )
 
 
+ENOUGH = (
+    48344,
+    48344,
+)  # half of both tables on each node, and a page for the border of each that only config.json knows
+NOBODY, SUDO = {"sudo_passwordless": False}, {"sudo_passwordless": True}
+
+
 @pytest.mark.parametrize(
-    ("found", "status", "words"),
+    ("found", "rights", "status", "words"),
     [
-        (pools((48341, 48341), (48342, 48342)), "ok", ""),
-        (pools((48340, 48340), (48342, 48342)), "fail", "reserved"),
-        (pools((96683, 96683), (0, 0)), "fail", "wrong NUMA node"),
-        (pools((48341, 0), (48342, 0)), "fail", "no valid store holds them"),
-        (pools((48341, 48341), (48342, 48342), reserved=10), "fail", "no valid store holds them"),
-        (None, "unknown", ""),
-        ((), "fail", "0 hugepages"),
+        (pools(ENOUGH, ENOUGH), NOBODY, "ok", "96688 free"),
+        (pools((48343, 48343), ENOUGH), NOBODY, "fail", "96687 hugepages of 2.0 MiB are reserved, 96688 needed"),
+        (pools((96688, 96688), (0, 0)), NOBODY, "fail", "wrong NUMA node"),
+        (pools((48344, 0), (48344, 0)), NOBODY, "fail", "no valid store holds them"),
+        (pools(ENOUGH, ENOUGH, reserved=10), NOBODY, "fail", "no valid store holds them"),
+        (pools((0, 0), (0, 0)), {"sudo_passwordless": None}, "unknown", "may reserve them is not known"),
+        (pools((0, 0), (0, 0)), {"root": True, "can_mount": False}, "fail", "may not reserve"),
+        (None, SUDO, "unknown", ""),
+        ((), SUDO, "fail", "no hugepages of 2.0 MiB"),
+        # the build reserves what is missing
+        (pools((0, 0), (0, 0)), {"root": True, "can_mount": True}, "ok", "will reserve 96688 more"),
+        (pools((40000, 40000), (0, 0)), SUDO, "ok", "will reserve 56688 more (node0 8344, node1 48344)"),
+        (pools((96688, 96688), (0, 0)), SUDO, "warn", "will reserve 48344 more (node1 48344)"),
+        (pools((48344, 0), (48344, 0)), SUDO, "warn", "no valid store holds them"),
     ],
 )
-def test_each_table_needs_its_pages_on_its_own_node(
-    v100: Profile, reserved: HostFacts, found: tuple[HugePagePool, ...] | None, status: str, words: str
+def test_each_node_needs_the_pages_of_its_part_of_both_tables(
+    v100: Profile,
+    reserved: HostFacts,
+    found: tuple[HugePagePool, ...] | None,
+    rights: dict[str, object],
+    status: str,
+    words: str,
 ) -> None:
-    finding = ask("host.hugepages", v100, changed(reserved, "memory", hugepages=found), "up")
-    assert finding.status == status
+    facts = changed(changed(reserved, "memory", hugepages=found, available=250 * GIB), "system", **rights)
+    finding = ask("host.hugepages", v100, facts, "up")
+    assert finding.status == status, finding.summary
     assert words in finding.summary
 
 
+@pytest.mark.parametrize(("available", "status"), [(188 * GIB, "fail"), (189 * GIB, "ok"), (None, "unknown")])
+def test_the_right_to_reserve_does_not_make_memory(
+    v100: Profile, reserved: HostFacts, available: int | None, status: str
+) -> None:
+    facts = changed(reserved, "memory", hugepages=pools((0, 0), (0, 0)), available=available)
+    assert ask("host.hugepages", v100, facts, "up").status == status
+
+
 def test_the_hugepage_fix_names_both_nodes_and_their_own_counts(v100: Profile, reserved: HostFacts) -> None:
-    wrong = changed(reserved, "memory", hugepages=pools((96683, 96683), (0, 0)))
+    wrong = changed(reserved, "memory", hugepages=pools((96688, 96688), (0, 0)))
     fix = " ".join(ask("host.hugepages", v100, wrong, "up").fix)
-    assert "echo 48341 | sudo tee /sys/devices/system/node/node0/" in fix
-    assert "echo 48342 | sudo tee /sys/devices/system/node/node1/" in fix
+    assert "echo 48344 | sudo tee /sys/devices/system/node/node0/" in fix
+    assert "echo 48344 | sudo tee /sys/devices/system/node/node1/" in fix
 
 
 def test_one_gib_pages_are_counted_as_such(v100: Profile, reserved: HostFacts) -> None:
     asked = v100.model_copy(update={"engram": v100.engram.model_copy(update={"page": "1G"})})
-    found = (
-        HugePagePool(node=-1, size_kib=1048576, total=190, free=190),
-        HugePagePool(node=0, size_kib=1048576, total=95, free=95),
-        HugePagePool(node=1, size_kib=1048576, total=95, free=95),
-    )
-    finding = ask("host.hugepages", asked, changed(reserved, "memory", hugepages=found), "up")
-    assert finding.status == Status.OK
-    assert "95 + 95" in finding.expected
+    for free, status in ((96, "ok"), (95, "warn")):
+        found = tuple(HugePagePool(node=node, size_kib=1 << 20, total=free, free=free) for node in (0, 1))
+        whole = HugePagePool(node=-1, size_kib=1 << 20, total=2 * free, free=2 * free)
+        finding = ask("host.hugepages", asked, changed(reserved, "memory", hugepages=(whole, *found)), "up")
+        assert finding.status == status
+        assert "192 free pages of 1.0 GiB (node0 96, node1 96)" in finding.expected
 
 
 @pytest.mark.parametrize(

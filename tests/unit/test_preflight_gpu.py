@@ -239,11 +239,11 @@ def nodes(*rows: tuple[int, int, int]) -> tuple[NumaNode, ...]:
 @pytest.mark.parametrize(
     ("pools", "memory", "status", "words"),
     [
-        (reserved(48341, 48342), nodes((188, 50, 50), (188, 50, 50)), "ok", "all pages are reserved"),
+        (reserved(48344, 48344), nodes((188, 50, 50), (188, 50, 50)), "ok", "all pages are reserved and free"),
         (reserved(0, 0), nodes((188, 150, 140), (188, 150, 140)), "ok", "large blocks"),
         (reserved(0, 0), nodes((188, 150, 140), (188, 150, 13)), "warn", "node 1 has 13.0 GiB in 2 MiB blocks"),
         (reserved(0, 0), nodes((188, 150, 140), (64, 60, 60)), "fail", "node 1 has 64.0 GiB of memory"),
-        (reserved(48341, 40000), nodes((188, 5, 5), (188, 40, 30)), "ok", "large blocks"),
+        (reserved(48344, 40000), nodes((188, 5, 5), (188, 40, 30)), "ok", "large blocks"),
         (reserved(0, 0), None, "unknown", ""),
         (None, nodes((188, 150, 140)), "unknown", ""),
     ],
@@ -260,7 +260,7 @@ def test_pages_of_one_gib_are_for_the_boot_loader() -> None:
     asked = asked.model_copy(update={"engram": asked.engram.model_copy(update={"page": "1G"})})
     pools = tuple(HugePagePool(node=node, size_kib=1 << 20, total=0, free=0) for node in (-1, 0, 1))
     finding = ask("host.hugepage-room", changed(machine(V100), "memory", hugepages=pools), asked)
-    assert finding.status == Status.WARN and finding.fix == ("boot with: hugepagesz=1G hugepages=190",)
+    assert finding.status == Status.WARN and finding.fix == ("boot with: hugepagesz=1G hugepages=192",)
 
 
 # ---- the store's tmpfs

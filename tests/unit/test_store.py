@@ -25,10 +25,20 @@ def quiet(text: str, data: dict[str, object]) -> None:
     """Progress nobody looks at."""
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds the compiled loops: compiling them takes longer than any test here."""
+    cache = tmp_path_factory.mktemp("cache")
+    kernels.loops(cache)
+    return cache
+
+
 @pytest.fixture
-def made(tmp_path: Path) -> tuple[Layout, Geometry]:
+def made(tmp_path: Path, compiled: Path) -> tuple[Layout, Geometry]:
     """A pack and a layout for it; the store is not built yet."""
     found = write_pack(tmp_path / "pack")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(compiled / "kernels")
     return layout_for(local_profile(profiles.read(profiles.find("cpu-tiny")), found), tmp_path), found
 
 
@@ -60,11 +70,11 @@ def test_every_record_is_its_row_of_the_shard(built: Layout) -> None:
 
 
 @pytest.fixture(params=["compiled", "plain Python"])
-def loops(request: pytest.FixtureRequest, tmp_path: Path) -> kernels.Loops:
+def loops(request: pytest.FixtureRequest, compiled: Path) -> kernels.Loops:
     """Both ways to lay rows out."""
     if request.param == "plain Python":
         return kernels.Loops(None, "asked for")
-    found = kernels.loops(tmp_path)
+    found = kernels.loops(compiled)
     if found.note:
         pytest.skip(found.note)
     return found
@@ -385,6 +395,7 @@ def test_the_step_builds_once_then_says_already_and_rebuilds_what_is_stale(made:
 def test_drop_removes_the_store_and_is_refused_while_somebody_maps_it(built: Layout) -> None:
     with first_file(built).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
         assert store.mapped_by(built.store_dirs[0]) == [os.getpid()]
+        assert store.file_users(built.store_dirs[0]) == {"layer-001.engram": {os.getpid()}, "layer-003.engram": set()}
         with pytest.raises(AlreadyRunningError, match=f"is mapped by pid {os.getpid()}"):
             engram.drop(built)
         with pytest.raises(AlreadyRunningError, match="is mapped by"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ from ds41ctl.core.engram import (
     Geometry,
     Part,
     RankRange,
+    node_pages,
     pages,
     parallel_sizes,
     placement,
+    planned_placement,
     rank_ranges,
     sub_tables,
     unproven_rank,
@@ -26,6 +30,7 @@ from ds41ctl.core.layout import Dirs, Layout, layout
 from ds41ctl.core.settings import Settings
 from tests.fakes.packs import layout_for, local_profile, write_pack
 
+MIB, GIB = 1 << 20, 1 << 30
 # the real model's first Engram layer: 24 sub-tables, 384,006,168 rows
 SIZES = tuple(sub_tables(1, 16_000_000, 4, 8)[0])
 
@@ -155,13 +160,16 @@ def test_two_stores_give_back_their_own_pages_in_any_order(tmp_path: Path) -> No
 def test_each_part_is_allocated_under_the_policy_of_its_node_and_the_policy_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[str, object]] = []
+    calls: dict[int, list[object]] = {}  # of each thread: the policy is a thread's
+
+    def note(call: object) -> None:
+        calls.setdefault(threading.get_ident(), []).append(call)
+
     monkeypatch.setattr(numa, "memory_nodes", lambda: (0, 1))
-    monkeypatch.setattr(numa, "_set_mempolicy", lambda mode, nodes: calls.append(("policy", (mode, nodes))))
+    monkeypatch.setattr(numa, "_set_mempolicy", lambda mode, nodes: note((mode, nodes)))
+    monkeypatch.setattr(storebuild, "ALLOCATE_BYTES", 1 * MIB)
     allocate = os.posix_fallocate
-    monkeypatch.setattr(
-        os, "posix_fallocate", lambda fd, at, size: (calls.append(("allocate", size)), allocate(fd, at, size))[1]
-    )
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: (note("pages"), allocate(fd, at, size))[1])
     found = write_pack(tmp_path / "pack")
     it = layout_for(local_profile(profiles.read(profiles.find("cpu-tiny")), found), tmp_path)
     it = it.__class__(**{**it.__dict__, "store_dirs": (Path(f"/dev/shm/ds41ctl-test-{os.getpid()}"),)})
@@ -170,10 +178,11 @@ def test_each_part_is_allocated_under_the_policy_of_its_node_and_the_policy_ends
         names = sorted(path.name for path in it.store_dirs[0].glob("layer-*"))
         assert names == [f"layer-00{layer}-node{node}.engram" for layer in (1, 3) for node in (0, 1)]
         bind, default = 2, 0
-        policies = [value for kind, value in calls if kind == "policy"]
-        assert policies == [(bind, 1), (default, 0), (bind, 2), (default, 0)] * 2
-        kinds = [kind for kind, _ in calls]
-        assert kinds == ["policy", "allocate", "policy"] * 4
+        everything = [call for made in calls.values() for call in made]
+        assert threading.get_ident() not in calls
+        triples = [tuple(everything[at : at + 3]) for at in range(0, len(everything), 3)]
+        assert set(triples) == {((bind, mask), "pages", (default, 0)) for mask in (1, 2)}
+        assert triples.count(triples[0]) == len(triples) / 2 >= 2, "both nodes, both layers"
         assert store.problem(it, it.store_dirs[0]) == ""
         assert store.compare_all(it, it.store_dirs[0]) == (sum(found.rows), "")
         assert store.compare_sample(it, it.store_dirs[0], found, 3)[1] == ""
@@ -355,3 +364,23 @@ def test_a_part_is_padded_to_whole_pages() -> None:
     assert storeplace.padded(Part(0, 0, 1), 4096) == 4096
     assert storeplace.padded(Part(0, 0, 7943), 2 << 20) == 2 << 20  # 2,096,952 bytes
     assert storeplace.padded(Part(0, 0, 7944), 2 << 20) == 4 << 20  # 64 bytes more than a page
+
+
+# ---- what preflight asks for before config.json is there
+
+
+@pytest.mark.parametrize("page_bytes", [2 * MIB, GIB])
+@pytest.mark.parametrize("nodes", [(), (0,), (0, 1), (0, 1, 2, 3)])
+def test_planned_pages_hold_the_models_tables_and_hardly_more(nodes: tuple[int, ...], page_bytes: int) -> None:
+    real, planned = [], []
+    for table in sub_tables(2, 16_000_000, 4, 8):  # DeepSeek-V4.1's: 384,006,168 and 384,016,682 rows
+        ends = list(accumulate(table))
+        real.append(placement([(end - rows, end - 1) for end, rows in zip(ends, table, strict=True)], nodes))
+        planned.append(planned_placement(ends[-1], nodes))
+    assert sum(part.rows for part in real[0]) == 384_006_168
+    exact, asked = node_pages(real, page_bytes), node_pages(planned, page_bytes)
+    assert set(exact) == set(asked)
+    for node, count in exact.items():
+        assert count <= asked[node] <= count + 2
+    if len(nodes) < 2:
+        assert asked == exact

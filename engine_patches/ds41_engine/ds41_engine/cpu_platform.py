@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _MARK = "_ds41_keeps_scheduler_settings"
 _BUFFER_MARK = "_ds41_makes_stage_buffers"
+_PROMPT_MARK = "_ds41_shows_prompts"
 
 
 def keep_scheduler_settings(platform: Any, architecture: str) -> None:
@@ -78,3 +79,24 @@ def make_stage_buffers(runner: type[Any]) -> None:
 
     runner.sync_and_gather_intermediate_tensors = sync_and_gather_intermediate_tensors
     setattr(runner, _BUFFER_MARK, True)
+
+
+def show_prompts(runner: type[Any]) -> None:
+    """Let our model see the whole prompts of a batch, for the look-ahead; a second call changes nothing.
+
+    The runner hands its model the ids of the present chunk alone. ``prompts`` of the text model becomes a function: the
+    number of a request in the batch -> its prompt's token ids, a view ``[length]`` int32.
+    """
+    if getattr(runner, _PROMPT_MARK, False):
+        return
+    original = runner._model_forward
+
+    def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = self.input_batch
+        self.model.language_model.prompts = lambda number: batch.token_ids_cpu[
+            number, : batch.num_prompt_tokens[number]
+        ]
+        return original(self, *args, **kwargs)
+
+    runner._model_forward = _model_forward
+    setattr(runner, _PROMPT_MARK, True)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 from vllm.config import VllmConfig
@@ -52,11 +54,12 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 from .backbone import ROW_TILE, Backbone, Linear, RowLookup, collapse
 from .checkpoint import CheckpointError, load
-from .cpu_platform import make_stage_buffers
-from .engram_hash import DEAD, EngramHash
+from .cpu_platform import make_stage_buffers, show_prompts
+from .engram_hash import DEAD, EngramHash, Int64Array
 from .engram_rows import EngramRows
 from .exl3_config import Exl3Config
 from .exl3_experts import Exl3Experts, Kernel, census, divert
+from .hash_ahead import HashAhead
 from .paged import PagedBatch, RequestRows, row_width
 from .shape import IMAGE_TOKEN_ID, BackboneShape
 from .store import EngramStore, StoreError
@@ -231,6 +234,9 @@ class TextModel(Backbone):
         self.engram_layers = tuple(layer for layer in shape.engram_layer_ids if layer in local)
         self.hash: EngramHash | None = None
         self.rows: EngramRows | None = None
+        self.ahead = HashAhead(self._hash_rows)
+        self.prompts: Callable[[int], NDArray[np.int32]] | None = None
+        self._chunk = vllm_config.scheduler_config.max_num_batched_tokens
         self._reported_at = time.monotonic()
         if self.engram_layers:
             self.hash = self._build_hash(model_config)
@@ -316,14 +322,36 @@ class TextModel(Backbone):
             return None
         depth = self.shape.engram_max_ngram_size - 1
         ids, positions, wanted = batch.lookback(token_ids, depth)
-        compressed = torch.where(ids == IMAGE_TOKEN_ID, DEAD, self.token_map[ids])
-        found = torch.from_numpy(self.hash.row_ids(compressed.numpy(), positions.numpy()))[wanted]
+        lengths = [request.length - max(0, request.first - depth) for request in batch.requests]
+        found = torch.from_numpy(self.ahead.rows(ids.numpy(), positions.numpy(), lengths))[wanted]
+        self.ahead.expect(self._coming(batch.requests, depth))
         # padding rows read the first row of each of their sub-tables: every id stays in its own rank's range
         padding = torch.from_numpy(self.hash.offsets)[None].expand(token_ids.shape[0] - found.shape[0], -1, -1)
         rows = torch.cat((found, padding))
         if self.rows is not None:
             self.rows.start(rows.numpy(), self.shape.engram_layer_ids)
         return rows
+
+    def _hash_rows(self, ids: Int64Array, positions: Int64Array) -> Int64Array:
+        """Row ids ``[T, layers, columns]`` of token ids ``[T]`` at their positions."""
+        if self.hash is None:
+            raise ValueError("a stage without Engram layers hashes nothing")
+        tokens = torch.from_numpy(ids)
+        compressed = torch.where(tokens == IMAGE_TOKEN_ID, DEAD, self.token_map[tokens])
+        return self.hash.row_ids(compressed.numpy(), positions)
+
+    def _coming(self, requests: Sequence[RequestRows], depth: int) -> Iterator[tuple[int, Int64Array]]:
+        """Next chunk of every prompt that this batch does not finish, with its predecessors: (position, token ids)."""
+        if self.prompts is None:
+            return
+        left = self._chunk
+        for number, request in enumerate(requests):
+            prompt = self.prompts(number)
+            end = min(len(prompt), request.length + left)
+            if request.length < end:
+                left -= end - request.length
+                start = max(0, request.length - depth)
+                yield start, prompt[start:end].astype(np.int64)
 
     def run(
         self, token_ids: Tensor, positions: Tensor, embeddings: Tensor | None, received: IntermediateTensors | None
@@ -380,8 +408,10 @@ class TextModel(Backbone):
         found = self.rows.store.counters()
         if found:
             logger.info(
-                "ds41: Engram counters: rank %d, %d rows in %d calls, %.2f GB/s, %.0f %% on huge pages",
+                "ds41: Engram counters: rank %d, %d rows in %d calls, %.2f GB/s, %.0f %% on huge pages, "
+                "%d of %d tokens hashed ahead",
                 self.rows.rank, found["rows"], found["calls"], found["gb_per_s"], 100 * self.rows.store.huge_share(),
+                self.ahead.hits, self.ahead.tokens,
             )  # fmt: skip
 
     def empty(self, rows: int) -> IntermediateTensors:
@@ -466,9 +496,10 @@ class DeepseekV41CPUForCausalLM(DeepseekV41ForCausalLM):
             self.language_model = TextModel(vllm_config, f"{prefix}.language_model" if prefix else "language_model")
         # Ours loads by checkpoint name; nothing is to be mapped.
         self.hf_to_vllm_mapper = WeightsMapper()
-        if not self.language_model.stage.is_first_rank:
-            from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+        from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+        show_prompts(CPUModelRunner)
+        if not self.language_model.stage.is_first_rank:
             make_stage_buffers(CPUModelRunner)
         self.make_empty_intermediate_tensors = self._empty_intermediate_tensors  # type: ignore[assignment]
 

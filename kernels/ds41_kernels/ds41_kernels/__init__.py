@@ -68,7 +68,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
         ("ds41_pool_new", pointer, (i32, pointer, pointer)),
         ("ds41_pool_free", None, (pointer,)),
         ("ds41_pool_counters", None, (pointer, pointer)),
-        ("ds41_gather", i64, (pointer, pointer, i64, pointer, i64, i64, pointer)),
+        ("ds41_gather", i64, (pointer, pointer, i64, pointer, i64, pointer)),
         ("ds41_scatter", None, (pointer, pointer, i64, i64)),
         ("ds41_compare", i64, (pointer, pointer, i64, i64)),
         ("ds41_disk_new", pointer, (i32, pointer, pointer, pointer, i32)),
@@ -174,17 +174,15 @@ class Pool:
 
         Args:
             table: where the rows are.
-            row_ids: ``[..., columns]`` int64; a column's rows should lie in one sub-table.
-            out: ``[..., columns, 264]`` uint8, contiguous; made when None.
+            row_ids: ``[...]`` int64.
+            out: ``[..., 264]`` uint8, contiguous; made when None.
 
         Raises:
             IndexError: an id lies in no part of the table; nothing was read.
         """
         ids, out = _prepared(row_ids, out)
-        columns = ids.shape[-1] if ids.ndim else 1
-        tokens = ids.size // columns if columns else 0
         status = self._library.ds41_gather(
-            self._pool, table._array, len(table.parts), ids.ctypes.data, tokens, columns, out.ctypes.data
+            self._pool, table._array, len(table.parts), ids.ctypes.data, ids.size, out.ctypes.data
         )
         if status >= 0:
             raise IndexError(f"Engram row id: expected one of {table.rows} rows, found {ids.reshape(-1)[status]}")

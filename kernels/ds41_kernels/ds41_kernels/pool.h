@@ -72,7 +72,9 @@ class Pool {
   std::atomic<uint64_t> calls{0}, rows{0}, nanoseconds{0};
 
  private:
-  static constexpr int kSpins = 4000;  // about 20 us of looking for work before a thread sleeps
+  // Pauses of looking for work before a thread sleeps: about 20 us where one takes 5 ns, 0.2 ms on processors whose pause
+  // is long (Intel since Skylake).
+  static constexpr int kSpins = 4000;
 
   static void pause_cpu() {
 #if defined(__x86_64__)

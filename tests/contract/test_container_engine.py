@@ -1,0 +1,266 @@
+"""A container engine from start to stop, against a runtime that plays every state a daemon can be in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds41ctl.adapters import containers, profiles, running
+from ds41ctl.core.errors import (
+    AlreadyRunningError,
+    EngineDiedError,
+    FindingsError,
+    NotFoundError,
+    UnsupportedError,
+)
+from ds41ctl.core.launch import Machine, launch
+from ds41ctl.core.layout import Dirs, Layout, layout
+from ds41ctl.core.settings import Settings
+from ds41ctl.steps import serve as serving
+from ds41ctl.steps import stop
+from ds41ctl.steps.serve import Serve
+from tests.fakes.containers import GOOD_LOG, FakeRuntime
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def silent(text: str, data: dict[str, Any]) -> None:
+    """Nobody looks."""
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
+    made = FakeRuntime(tmp_path / "runtime").install()
+    monkeypatch.setenv("PATH", f"{made.bin}:{os.environ['PATH']}")
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Iterator[Layout]:
+    """The recipe's profile, less what this machine has not: its store, its tables."""
+    profile = profiles.read(profiles.find("cmp170hx-tp4"))
+    profile = profile.model_copy(
+        update={
+            "engram": profile.engram.model_copy(update={"storage": "none"}),
+            "serve": profile.serve.model_copy(update={"stall_timeout_s": 4.0}),
+        }
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    dirs = Dirs(tmp_path / "data", tmp_path / "state", tmp_path / "cache", tmp_path / "run", os.getuid())
+    made = layout(profile, Settings.model_validate({"port": port}), dirs, may_mount=False)
+    made.model_dir.mkdir(parents=True)
+    yield made
+    record = running.read(made.record_path)
+    if record is not None:
+        stop.end(made, record)
+
+
+def started(where: Layout) -> tuple[Serve, running.Running]:
+    step = Serve(where, Path("cmp.toml"), os.environ)
+    step.do(silent)
+    record = running.read(where.record_path)
+    assert record is not None
+    return step, record
+
+
+def test_the_container_is_started_with_the_plans_words_proven_ready_and_removed(
+    runtime: FakeRuntime, where: Layout
+) -> None:
+    step, record = started(where)
+    run = next(call for call in runtime.calls if call[1] == "run")
+    planned = launch(where, Machine(engine_digest="1" * 64, runtime="docker"), run[run.index("-v") + 3].split(":")[0])
+    assert tuple(run) == planned.argv == record.argv
+    assert record.ready_at and record.container == runtime.held[0]["Id"] and record.pid == runtime.held[0]["pid"]
+    assert step.check().reached
+    assert "Built engram token map" in Path(record.log).read_text()
+    done = stop.end(where, record)
+    assert done.was_alive and runtime.held == [] and running.read(where.record_path) is None
+    assert not where.socket_path.exists()
+
+
+def test_a_key_reaches_the_container_by_a_private_file(runtime: FakeRuntime, where: Layout, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("s" * 40)
+    key.chmod(0o600)
+    keyed = Layout(**{**where.__dict__, "api_key_file": key})
+    started(keyed)
+    file = keyed.dirs.runtime / "cmp170hx-tp4.env"
+    assert file.read_text() == f"VLLM_API_KEY={'s' * 40}\n" and file.stat().st_mode & 0o077 == 0
+    assert not any("s" * 40 in word for call in runtime.calls for word in call)
+
+
+RUN_ERRORS = {
+    "cdi": "docker: Error response from daemon: failed to inject CDI devices: unresolvable CDI devices "
+    "nvidia.com/gpu=all: unknown",
+    "container-gpu": "docker: Error response from daemon: could not select device driver with capabilities: [[gpu]].",
+    "container-port": "docker: Error response from daemon: driver failed programming external connectivity: "
+    "Bind for 127.0.0.1:8011 failed: port is already allocated.",
+    "container-image": "Unable to find image 'ds41:1' locally\ndocker: Error response from daemon: pull access denied",
+    "container-permission": "permission denied while trying to connect to the Docker daemon socket at unix:///x",
+}
+
+
+@pytest.mark.parametrize("name", RUN_ERRORS)
+def test_a_container_that_is_not_started_is_named_with_its_fix_and_leaves_nothing(
+    runtime: FakeRuntime, where: Layout, name: str
+) -> None:
+    runtime.play(run_error=RUN_ERRORS[name], leaves_created=True)
+    with pytest.raises(EngineDiedError, match="docker did not start the container") as failed:
+        started(where)
+    assert failed.value.hints and failed.value.detail
+    assert runtime.held == [] and running.read(where.record_path) is None
+
+
+def test_a_missing_cdi_device_gives_the_command_that_makes_the_specification(
+    runtime: FakeRuntime, where: Layout
+) -> None:
+    runtime.play(run_error=RUN_ERRORS["cdi"])
+    with pytest.raises(EngineDiedError, match=r"knows no device nvidia\.com/gpu=all") as failed:
+        started(where)
+    assert failed.value.hints == ("sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",)
+
+
+@pytest.mark.parametrize(
+    ("scene", "message"),
+    [
+        ({"dies_with": 1, "state": {"ExitCode": 137, "OOMKilled": True}}, "reached its memory limit"),
+        ({"dies_with": 1, "state": {"ExitCode": 3}}, r"exit status 3\): a fault that ds41ctl does not know"),
+        ({"restarts": 2, "policy": "always"}, "starts it again and again .restart policy always"),
+        ({"state": {"Status": "paused"}, "state_while_running": True}, "state 'paused'"),
+        ({"log": [], "silent": True}, "stood still for"),
+        ({"log": [*GOOD_LOG[:4], *GOOD_LOG[5:]]}, r"lacks 'Built engram token map .* \(4 times\)"),
+        ({"log": [*GOOD_LOG, "Engram table offloaded to pinned host memory"]}, "offloaded to pinned"),
+        ({"log": [line.replace("2,717,420", "2,417,392") for line in GOOD_LOG]}, "holds 2,417,392 tokens"),
+        ({"log": [*GOOD_LOG, "x; setting cudagraph_mode=NONE"]}, "CUDA graphs are NONE, FULL_AND_PIECEWISE expected"),
+        ({"log": [*GOOD_LOG[:-1]]}, "does not say that the graphs of FULL_AND_PIECEWISE were captured"),
+    ],
+)
+def test_a_container_that_dies_or_is_not_what_the_profile_says_is_named_and_removed(
+    runtime: FakeRuntime, where: Layout, scene: dict[str, Any], message: str
+) -> None:
+    runtime.play(**scene)
+    with pytest.raises(EngineDiedError, match=message):
+        started(where)
+    assert runtime.held == [] and running.read(where.record_path) is None
+
+
+def test_a_container_removed_behind_our_back_is_named(runtime: FakeRuntime, where: Layout) -> None:
+    runtime.play(log=["INFO 11-29 10:00:00 loading"], silent=True)
+    failures: list[Exception] = []
+
+    def start() -> None:
+        try:
+            Serve(where, Path("cmp.toml"), os.environ).do(silent)
+        except EngineDiedError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    while not (runtime.held and (record := running.read(where.record_path)) and record.pid):
+        time.sleep(0.05)
+    began, pid = time.monotonic(), runtime.held[0]["pid"]
+    (runtime.root / "containers.json").write_text("{}")
+    thread.join(30)
+    os.kill(pid, 9)
+    assert time.monotonic() - began < 5
+    assert failures and "its container was removed" in str(failures[0])
+
+
+def test_somebody_elses_container_of_that_name_is_refused_and_never_touched(
+    runtime: FakeRuntime, where: Layout
+) -> None:
+    runtime.add("ds41-flash", datetime.now(UTC).isoformat())
+    with pytest.raises(AlreadyRunningError, match="ds41ctl did not start it"):
+        started(where)
+    assert len(runtime.held) == 1
+
+
+def cut_off(where: Layout, started_at: datetime) -> running.Running:
+    """The record of a start that was killed between asking for the container and learning its id."""
+    step = Serve(where, Path("cmp.toml"), os.environ)
+    planned = launch(where, Machine(runtime="docker"), "/engram")
+    record, _ = step._prepare(planned)
+    record = record.model_copy(
+        update={"container": "ds41-flash", "runtime": "docker", "started_at": started_at.isoformat()}
+    )
+    running.write(where.record_path, record)
+    return record
+
+
+def test_a_start_cut_off_before_it_knew_its_container_is_cleared_by_stop(runtime: FakeRuntime, where: Layout) -> None:
+    record = cut_off(where, datetime.now(UTC) - timedelta(seconds=5))
+    runtime.add("ds41-flash", datetime.now(UTC).isoformat())
+    stop.end(where, record)
+    assert runtime.held == [] and running.read(where.record_path) is None
+
+
+def test_an_older_container_of_that_name_is_not_taken_for_it(runtime: FakeRuntime, where: Layout) -> None:
+    record = cut_off(where, datetime.now(UTC))
+    runtime.add("ds41-flash", (datetime.now(UTC) - timedelta(hours=1)).isoformat())
+    stop.end(where, record)
+    assert len(runtime.held) == 1
+
+
+def test_a_container_that_cannot_be_removed_is_what_stop_says_is_left(runtime: FakeRuntime, where: Layout) -> None:
+    _, record = started(where)
+    runtime.play(rm_fails=True)
+    with pytest.raises(FindingsError) as failed:
+        stop.end(where, record)
+    assert any("cannot be removed" in text for text in failed.value.detail)
+    assert running.read(where.record_path) is not None
+    runtime.play(rm_fails=False)
+    stop.end(where, record)
+
+
+def test_a_daemon_that_is_down_is_said_to_be_down(runtime: FakeRuntime, where: Layout) -> None:
+    runtime.play(down="Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the daemon running?")
+    with pytest.raises((UnsupportedError, NotFoundError)):
+        started(where)
+    with pytest.raises(UnsupportedError, match="docker does not answer: Cannot connect"):
+        containers.state("docker", "ds41-flash")
+
+
+def test_podman_is_used_where_there_is_no_docker(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (runtime.bin / "docker").unlink()
+    runtime.install("podman")
+    monkeypatch.setattr(containers, "CLIENTS", ("podman",))
+    _, record = started(where)
+    assert record.argv[0] == record.runtime == "podman" and runtime.calls[-1][0] == "podman"
+
+
+def test_the_foreground_is_refused_for_a_container(runtime: FakeRuntime, where: Layout) -> None:
+    with pytest.raises(UnsupportedError, match="no foreground"):
+        Serve(where, Path("cmp.toml"), os.environ, foreground=True).do(silent)
+
+
+def test_an_image_that_is_not_there_is_not_pulled_by_a_start(runtime: FakeRuntime, where: Layout) -> None:
+    runtime.play(images={})
+    with pytest.raises(NotFoundError, match="no image ds41-cmp170hx") as failed:
+        started(where)
+    assert failed.value.hints == ("ds41ctl engine install",)
+    assert not any(call[1] in ("run", "pull") for call in runtime.calls)
+
+
+def test_the_engine_is_held_by_its_container(runtime: FakeRuntime, where: Layout) -> None:
+    _, record = started(where)
+    holder = serving.holder_of(where, record)
+    assert holder.ending() is None and record.alive()
+    os.kill(record.pid, 9)
+    for _ in range(100):
+        if holder.ending() is not None:
+            break
+        time.sleep(0.05)
+    assert holder.ending() == "exit status 1" and not record.alive()
