@@ -293,7 +293,8 @@ class Oracle:
                 self.notify({
                     "event": "layer", "layer": layer, "layers": layers, "seconds": now - began,
                     "bytes": self.shards.traffic.bytes - read, "touched": self.touched,
-                    "eta_s": (now - started) / (layer + 1 - first) * (layers - layer - 1), "cpu_seconds": time.process_time(),
+                    "eta_s": (now - started) / (layer + 1 - first) * (layers - layer - 1),
+                    "cpu_seconds": time.process_time(),
                     "peak_rss": peak_rss(),
                 })  # fmt: skip
         finally:
