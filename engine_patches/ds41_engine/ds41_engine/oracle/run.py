@@ -458,7 +458,13 @@ class Oracle:
 
     # ---- saved states
     def _identity(self) -> str:
-        known = [STATE_FORMAT, self.numbers(), self.shards.headers, [asdict_prompt(p) for p in self.prompts]]
+        known = [
+            STATE_FORMAT,
+            source_digest(),
+            self.numbers(),
+            self.shards.headers,
+            [asdict_prompt(p) for p in self.prompts],
+        ]
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
     def _save(self, state: State) -> None:
@@ -498,7 +504,7 @@ class Oracle:
             if tree["identity"] != self._identity():
                 raise RunError(
                     f"work folder {self.work}: expected a state of these prompts, settings and pack, found another "
-                    "run's; use another folder or remove it"
+                    f"run's; name another with --work, or: rm -r {self.work}"
                 )
             self.touched = float(tree["touched"])
             self.notify({"event": "resumed", "layer": tree["layer"]})
