@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ds41_engine.backbone import Backbone, EngramTable
+from ds41_engine.backbone import Backbone, Block, EngramTable
 from ds41_engine.checkpoint import CheckpointError, decode_tensors
 from ds41_engine.engram_hash import EngramHash
 from ds41_engine.oracle import prompts as prompts_module
 from ds41_engine.oracle import rounding
 from ds41_engine.oracle.run import Oracle, Settings, read_config
+from ds41_engine.oracle.shards import Entry
 from ds41_engine.packed import PackedBatch
 from ds41_engine.quant import decode_engram_rows
 from ds41_engine.shape import IMAGE_TOKEN_ID, BackboneShape
@@ -448,6 +452,38 @@ def test_a_cut_state_is_left_behind_and_a_foreign_one_refused(checkpoint: Path, 
     run(checkpoint, prompts, out, work=work, notify=events.append)
     assert any("cannot be read" in str(event.get("text")) for event in events)
     assert not any(event["event"] == "resumed" for event in events)
+
+
+def test_the_real_model_fits_a_host_with_64_gib_by_the_bound_that_runs_keep() -> None:
+    """Headers of DeepSeek-V4.1-Flash-1017 for the heaviest kinds of layer, 10,000 tokens in prompts of 2,000."""
+    from test_mathematics import real_shape
+
+    from tests.bench.oracle import WIDTH, tensors_of
+
+    shape = real_shape()
+    entries: dict[str, Entry] = {}
+    for layer in (0, 1, 14, 20):
+        with torch.device("meta"):
+            block = Block(dataclasses.replace(shape, n_routed_experts=2, num_experts_per_tok=1), layer)
+        for name, value in block.state_dict().items():
+            for stored, dtype, extent in tensors_of(f"layers.{layer}.{name}", tuple(value.shape)):
+                size = math.prod(extent) * WIDTH[dtype]
+                entries[stored] = Entry(stored, f"{layer}.safetensors", dtype, extent, 0, size)
+    made = Oracle.__new__(Oracle)
+    made.shape, made.lengths, made.starts, made.vision = shape, [2000] * 5, [0, 10_000], None
+    made.settings = Settings()
+    made.shards = SimpleNamespace(entries=entries)  # type: ignore[assignment]
+    made.experts = {}
+    for layer in range(shape.num_hidden_layers):
+        like = f"layers.{layer if layer in (0, 1, 14, 20) else 20}.ffn.experts.0."
+        made.experts[layer] = [[entry for name, entry in entries.items() if name.startswith(like)]]
+    made._dense_entries = lambda layer: (
+        [  # type: ignore[method-assign]
+            entry for name, entry in entries.items() if name.startswith(f"layers.{layer}.") and ".experts." not in name
+        ]
+        or [next(iter(entries.values()))]
+    )
+    assert 5 << 30 < made.memory_bound() < 32 << 30
 
 
 # ---- bad input

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import itertools
 import json
@@ -148,7 +149,7 @@ class Oracle:
         self.rows: Int64Array | None = None
         self.store: EngramStore | None = None
         if self.shape.engram_layer_ids:
-            self._hash(Tokenizer.from_file(str(pack / "tokenizer.json")))
+            self._hash(pack / "tokenizer.json")
         self.touched = 1.0
 
     def numbers(self) -> dict[str, Any]:
@@ -184,8 +185,8 @@ class Oracle:
             if name.startswith(prefix) and ".ffn.experts." not in name and ".engram.embed." not in name
         ]
 
-    def _hash(self, tokenizer: Tokenizer) -> None:
-        token_map, size = compressed_token_map(tokenizer)
+    def _hash(self, tokenizer: Path) -> None:
+        token_map, size = _token_map(tokenizer, tokenizer.stat().st_mtime_ns)
         if size != self.shape.engram_compressed_vocab_size:
             raise CheckpointError(
                 f"config field engram_compressed_vocab_size: expected {size} (built from the tokenizer), found "
@@ -580,6 +581,11 @@ def asdict_prompt(prompt: Prompt) -> list[Any]:
     """What identifies a prompt."""
     pictures = [hashlib.sha256(p.patches.numpy().tobytes()).hexdigest() for p in prompt.pictures]
     return [prompt.set, prompt.name, list(prompt.ids), pictures]
+
+
+@functools.lru_cache(maxsize=2)
+def _token_map(tokenizer: Path, _changed: int) -> tuple[list[int], int]:
+    return compressed_token_map(Tokenizer.from_file(str(tokenizer)))
 
 
 def read_config(pack: Path) -> dict[str, Any]:
