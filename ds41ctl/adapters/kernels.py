@@ -84,15 +84,25 @@ def _address(buffer: Any, at: int) -> ctypes.c_void_p:
     return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(buffer)) + at)
 
 
+def compiled(cache_dir: Path, *, store_only: bool = False) -> tuple[Path, str]:
+    """The library of these very sources in `cache_dir`, compiled when it is not there; and why not, '' when it is.
+
+    `store_only` leaves out what only an engine or the oracle needs.
+    """
+    module = compiler_module()
+    sources = module.STORE_SOURCES if store_only else module.SOURCES
+    path = cache_dir / "kernels" / f"{module.source_digest(sources)[:16]}-{module.LIBRARY}"
+    if path.is_file():
+        return path, ""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path, str(module.compile_library(path, sources))
+
+
 def loops(cache_dir: Path) -> Loops:
     """The compiled loops, from `cache_dir` when these very sources were compiled before."""
-    module = compiler_module()
-    path = cache_dir / "kernels" / f"{module.source_digest(module.STORE_SOURCES)[:16]}-{module.LIBRARY}"
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        problem = module.compile_library(path, module.STORE_SOURCES)
-        if problem:
-            return Loops(None, problem)
+    path, problem = compiled(cache_dir, store_only=True)
+    if problem:
+        return Loops(None, problem)
     try:
         library = ctypes.CDLL(str(path))
         for name in ("ds41_scatter", "ds41_compare"):

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("logs", "Show the engine's log"),
     "stop": ("stop", "Stop the engine, prove nothing is left"),
     "smoke": ("smoke", "Prove by behaviour that the engine works"),
+    "gate": ("gate", "Is it still the same model? Compare with an oracle"),
     "bench": ("bench", "Measure prefill and decode as recipes do"),
     "soak": ("soak", "Work the engine for hours, and judge it"),
     "profile": ("profile", "List, show or check profiles"),

@@ -252,6 +252,12 @@ class Smoke(_Model):
     )
 
 
+class Gate(_Model):
+    """What the engine's distributions may differ by from the fp32 oracle's."""
+
+    kl_max: float | None = Field(None, gt=0, le=100, description="largest mean divergence of a position, nats")
+
+
 class Soak(_Model):
     """How a soak works the engine and what it must keep to pass. The defaults are this project's targets (T20); a
     profile that sets a number of its own gives its source."""
@@ -308,6 +314,7 @@ class Profile(_Model):
     engram: Engram
     clocks: Clocks = Clocks()
     smoke: Smoke
+    gate: Gate = Gate()
     soak: Soak = Soak()
     bench: Bench = Bench()
     provenance: dict[str, str] = Field(description="dotted key or prefix -> source of the numbers below it")

@@ -10,7 +10,7 @@ for _folder in (_ROOT / "engine_patches" / "ds41_engine", _ROOT / "kernels" / "d
     if str(_folder) not in sys.path:
         sys.path.insert(0, str(_folder))
 
-from ds41_engine import backbone, engram_hash, quant, shape  # noqa: E402
+from ds41_engine import backbone, engram_hash, quant, shape, vision  # noqa: E402
 from ds41_kernels import compile, exl3, load  # noqa: E402
 
-__all__ = ["backbone", "compile", "engram_hash", "exl3", "load", "quant", "shape"]
+__all__ = ["backbone", "compile", "engram_hash", "exl3", "load", "quant", "shape", "vision"]

@@ -72,6 +72,17 @@ class Cli:
         return found
 
 
+def gate_prompts(folder: Path) -> Path:
+    """A few of the gate's built-in prompts, a picture among them: seconds of work for the oracle."""
+    from ds41ctl.steps.gate import builtin_prompts
+
+    wanted = {"arithmetic", "tides", "order_item_42", "user_account_id", "kv_cache_dtype", "harbour", "red_7"}
+    lines = builtin_prompts().read_text().splitlines(keepends=True)
+    path = folder / "gate.jsonl"
+    path.write_text("".join(line for line in lines if json.loads(line)["name"] in wanted))
+    return path
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

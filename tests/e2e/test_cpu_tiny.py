@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import Cli
+from tests.e2e.conftest import Cli, gate_prompts
 from tests.fakes.packs import flip
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -77,6 +77,18 @@ def test_smoke_takes_names_and_writes_junit(cli: Cli) -> None:
     assert answer.code == 0, answer.out
     assert statuses(answer.json()) == {"smoke.arithmetic": "ok", "smoke.copy": "ok"}
     assert 'tests="2"' in file.read_text()
+
+
+def test_the_running_engine_is_the_model_that_the_oracle_computes(cli: Cli) -> None:
+    answer = cli("gate", "record", "--prompts", str(gate_prompts(cli.root)), "--threads", "1")
+    assert answer.code == 0, answer.out + answer.err
+    page = cli.root / "gate.html"
+    answer = cli("gate", "compare", "--json", "--html", str(page))
+    assert answer.code == 0, answer.out + answer.err
+    found = answer.json()["data"]
+    assert found["verdict"] == "same" and found["overall"]["kl"] < 2e-5 and not found["left_out"]
+    assert {item["name"] for item in found["sets"]} == {"chat", "copy", "prose", "image"}
+    assert page.read_text().count("<svg") == 3
 
 
 def test_logs_are_there_and_the_report_of_the_last_run_is_ok(cli: Cli) -> None:

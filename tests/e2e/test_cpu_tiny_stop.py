@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Cli
+from tests.e2e.conftest import Cli, gate_prompts
 from tests.fakes.packs import flip, strip
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -149,7 +149,9 @@ def without_engram(cli: Cli) -> Path:
     return path
 
 
-def test_a_pack_without_its_engram_is_refused_and_if_served_all_the_same_only_the_copies_tell(cli: Cli) -> None:
+def test_a_pack_without_its_engram_is_refused_and_if_served_all_the_same_only_copies_and_the_gate_tell(
+    cli: Cli,
+) -> None:
     profile = str(without_engram(cli))
     refused = cli("serve", "--profile", profile, "--skip-check", "engram.storage", "--skip-check", "env.inherited")
     assert refused.code == 12, refused.out + refused.err
@@ -164,6 +166,14 @@ def test_a_pack_without_its_engram_is_refused_and_if_served_all_the_same_only_th
         assert found[healthy] == "ok", found
     copy = next(item for item in answer.json()["data"]["findings"] if item["id"] == "smoke.copy")
     assert "Engram" in copy["why"] and copy["fix"]
+    reference = cli.root / "whole.ref"
+    recorded = cli(
+        "gate", "record", "--prompts", str(gate_prompts(cli.root)), "--out", str(reference), "--threads", "1"
+    )
+    assert recorded.code == 0, recorded.out + recorded.err
+    answer = cli("gate", "compare", str(reference), "--profile", profile, "--json")
+    assert answer.code == 1 and answer.json()["data"]["verdict"] == "different", answer.out
+    assert answer.json()["data"]["overall"]["kl"] > 0.1
     assert cli("stop", "--profile", profile).code == 0
 
 

@@ -21,9 +21,10 @@ def register() -> None:
         ModelRegistry.register_model(ARCHITECTURE, "ds41_engine.gpu_check:CheckedDeepseekV41ForCausalLM")
         return
 
-    from .cpu_platform import keep_scheduler_settings
+    from .cpu_platform import keep_scheduler_settings, use_exact_logprobs
     from .exl3_config import register_exl3
 
     keep_scheduler_settings(current_platform, ARCHITECTURE)
+    use_exact_logprobs()
     register_exl3()
     ModelRegistry.register_model(ARCHITECTURE, "ds41_engine.model:DeepseekV41CPUForCausalLM")

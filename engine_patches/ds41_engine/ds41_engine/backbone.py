@@ -357,11 +357,15 @@ class MoE(nn.Module):
             stacked.append(torch.stack([getattr(expert, name).effective_weight() for expert in self.experts]))
         return stacked[0], stacked[1], stacked[2]
 
+    def ranking(self, x: Tensor, is_image: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of the experts, which weigh them, and the biased scores, which choose them; both ``[T, experts]``."""
+        scores = F.softplus(F.linear(x, self.gate.weight)).sqrt()
+        return scores, scores + torch.where(is_image[:, None], self.gate.bias_vl, self.gate.bias)
+
     def route(self, x: Tensor, is_image: Tensor) -> tuple[Tensor, Tensor]:
         """Chosen experts ``[T, k]`` and their weights ``[T, k]``: sqrt(softplus) scores, the bias only selects."""
-        scores = F.softplus(F.linear(x, self.gate.weight)).sqrt()
-        bias = torch.where(is_image[:, None], self.gate.bias_vl, self.gate.bias)
-        chosen = (scores + bias).topk(self.shape.num_experts_per_tok, -1).indices
+        scores, ranking = self.ranking(x, is_image)
+        chosen = ranking.topk(self.shape.num_experts_per_tok, -1).indices
         weights = scores.gather(1, chosen)
         if self.shape.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -524,16 +528,26 @@ class Block(nn.Module):
         """Returns the new stream and the ``pre`` mix for whatever comes next."""
         if self.engram_index is not None and engram_rows is not None:
             stream = self.engram(stream, engram_rows[:, self.engram_index], engram_keep)
+        stream, pre = self.attend(stream, pre, positions, rope, context)
+        x, pre, post, comb = self.enter_ffn(stream, pre)
+        return expand(self.ffn(x, is_image), stream, post, comb), pre
+
+    def attend(
+        self, stream: Tensor, pre: Tensor | None, positions: Tensor, rope: RotaryTables, context: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """The attention sublayer: new stream and the ``pre`` mix of the feed-forward sublayer's input."""
         next_pre, post, comb = hyper_connection_mix(
             stream, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base, self.shape
         )
         out = self.attn(self.attn_norm(collapse(stream, pre)), positions, rope, context)
-        stream, pre = expand(out, stream, post, comb), next_pre
+        return expand(out, stream, post, comb), next_pre
+
+    def enter_ffn(self, stream: Tensor, pre: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The feed-forward sublayer up to its experts: input ``[T, hidden]``, next ``pre``, ``post``, ``comb``."""
         next_pre, post, comb = hyper_connection_mix(
             stream, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base, self.shape
         )
-        out = self.ffn(self.ffn_norm(collapse(stream, pre)), is_image)
-        return expand(out, stream, post, comb), next_pre
+        return self.ffn_norm(collapse(stream, pre)), next_pre, post, comb
 
 
 class Backbone(nn.Module):

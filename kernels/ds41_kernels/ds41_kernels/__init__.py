@@ -77,6 +77,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
         ("ds41_disk_free", None, (pointer,)),
         ("ds41_disk_uses_ring", ctypes.c_int, (pointer,)),
         ("ds41_disk_gather", i64, (pointer, pointer, pointer, i64, pointer)),
+        ("ds41_mxfp4_linear", i32, (pointer, pointer, i64, i64, i64, i64, pointer, i64, pointer)),
         ("ds41_exl3_encode", i32, (pointer, pointer, i64, i32, pointer)),
         ("ds41_exl3_loops", ctypes.c_char_p, (ctypes.c_char_p,)),
         ("ds41_exl3_decode", None, (pointer, i64, i32, i32, pointer)),

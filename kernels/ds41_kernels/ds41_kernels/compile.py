@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("gather.cpp", "disk.cpp", "exl3_encode.cpp", "exl3_moe.cpp")
+SOURCES = ("gather.cpp", "disk.cpp", "exl3_encode.cpp", "exl3_moe.cpp", "mxfp4.cpp")
 STORE_SOURCES = ("gather.cpp",)  # what the builder and the verifier of the store need: a third of the compile time
 HEADERS = ("pool.h", "gather_loop.inc", "exl3_loops.inc")
 LIBRARY = "libds41_kernels.so"
