@@ -280,7 +280,7 @@ def build_peer(sources: Path, out: Path) -> Any:
     build.mkdir(parents=True, exist_ok=True)
     return load_extension(
         name="peer_exl3",
-        sources=[str(sources / unit) for unit in units] + [str(sources.parent / "peer.cpp")],
+        sources=[str(sources / unit) for unit in units] + [str(Path(__file__).with_name("peer.cpp"))],
         extra_include_paths=[str(sources)],
         extra_cflags=["-O3"],
         extra_cuda_cflags=["-O3", "-lineinfo", "--use_fast_math"],

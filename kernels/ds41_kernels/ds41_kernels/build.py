@@ -137,7 +137,7 @@ def find_toolchain(places: Sequence[Path] | None = None) -> Toolchain:
     if places is None:
         named = os.environ.get("DS41_NVRTC_PATH", "")
         places = [Path(p) for p in [*(named.split(os.pathsep) if named else []), *sys.path] if p]
-    for place in places:
+    for place in map(Path.resolve, places):
         library = place / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.12"
         if not library.is_file():
             continue

@@ -3,9 +3,6 @@
 // columns (or rows) of an MMA do not see each other.
 #include "exl3_moe.cuh"
 
-#ifndef DS41_LEFT
-#define DS41_LEFT 5
-#endif
 #if __CUDA_ARCH__ >= 800
 // ------------------------------------------------------------------------------------------------ sm_80 and later
 // Weights are the A operand (16 columns n of a tile are the 16 rows of A), activations the B operand. A codebook
@@ -18,6 +15,7 @@
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kTiles = 4;  // adjacent 16-column tiles of a warp
+constexpr int kLeft = 5;   // of mul1 (see LaneWindows::states); 0 is 7 % slower on an H200, 6 and 7 make no difference
 constexpr int kStripColumns = 16 * kTiles;
 
 // A warp's ring of stages in shared memory. A stage is two k-tiles: their weights, then the activations of ROWS rows.
@@ -140,7 +138,7 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
 #pragma unroll
             for (int i = 1; i < LaneWindows<K>::kPairs; ++i)
                 low[i] = ring[at + windows.low[i]], high[i] = ring[at + windows.high[i]];
-            windows.template states<kBytes ? DS41_LEFT : 8>(low, high, w);
+            windows.template states<kBytes ? kLeft : 8>(low, high, w);
 #pragma unroll
             for (int j = 0; j < 8; ++j) w[j] = product<CB>(w[j]);
 #pragma unroll
