@@ -167,7 +167,8 @@ def test_eight_starts_at_once_give_one_engine_and_seven_that_say_so_quickly(read
                 ended[number] = time.monotonic() - began
         time.sleep(0.02)
     codes = [racing[number].returncode for number in ended]
-    assert sorted(codes) == sorted(codes, key=lambda code: code) and set(codes) <= {11, 17} and len(codes) == 7
+    assert len(codes) == 7 and set(codes) <= {11, 17}
+    assert max(ended.values()) < 20  # 2 s on a machine with as many cores; here eight interpreters share two
     print(f"seven losers after {min(ended.values()):.1f} to {max(ended.values()):.1f} s, codes {sorted(codes)}")
     pid = started(ready)
     record = json.loads(record_path(ready).read_text())
