@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds41ctl.adapters import engineinstall, enginevenv, generations, proc, profiles, series, wheels
+from ds41ctl.adapters import engineinstall, enginevenv, generations, kernels, proc, profiles, series, wheels
 from ds41ctl.core.errors import IntegrityError, NotFoundError, UnsupportedError
 from ds41ctl.core.layout import Dirs, Layout, layout
 from ds41ctl.core.settings import Settings
@@ -23,6 +25,33 @@ from tests.fakes import wheels as fake
 
 pytestmark = pytest.mark.timeout(180)
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One real venv with pip and its bytecode: making it is most of the time of a small install."""
+    target = tmp_path_factory.mktemp("bare") / "venv"
+    assert proc.run([sys.executable, "-m", "venv", str(target)], timeout=120).ok
+    site = next((target / "lib").glob("python3*/site-packages"))
+    proc.run([str(target / "bin" / "python"), "-m", "compileall", "-q", str(site)], timeout=120)
+    return target
+
+
+@pytest.fixture(autouse=True)
+def quick_venv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m venv` gives a copy of the bare one by hard links; everything else is as it is."""
+    if "installed_proven_and_whole" in request.node.name:
+        return  # that one test makes its venv as a user's install does
+    real = proc.stream
+
+    def stream(argv: Sequence[str], **options: Any) -> int:
+        if list(argv[1:3]) != ["-m", "venv"]:
+            return real(argv, **options)
+        source: Path = request.getfixturevalue("bare")
+        shutil.copytree(source, argv[-1], symlinks=True, copy_function=os.link)
+        return 0
+
+    monkeypatch.setattr(engineinstall.proc, "stream", stream)
 
 
 def silent(text: str, data: dict[str, Any]) -> None:
@@ -163,7 +192,10 @@ def test_an_engine_of_before_is_taken_over_as_the_first_generation(tmp_path: Pat
     assert version(where) == "1.0"
 
 
-def test_our_plugin_is_brought_up_to_date_beside_the_engine_in_use_by_hard_links(tmp_path: Path) -> None:
+def test_our_plugin_is_brought_up_to_date_beside_the_engine_in_use_by_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels.compiler_module(), "compiler", lambda: "")  # that it compiles is tested elsewhere
     where = made(tmp_path, plugin=True)
     install(where, release(tmp_path))
     site = enginevenv.site_packages(where.engine_dir)

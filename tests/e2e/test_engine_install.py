@@ -44,7 +44,7 @@ def writers(path: Path) -> list[int]:
 def test_an_install_killed_half_way_is_not_taken_for_an_engine_and_the_next_one_completes(own: Cli) -> None:
     with own.start("engine", "install") as installing:
         for _ in range(1200):
-            if list((folder(own) / "venv" / "lib").glob("python3.*/site-packages/torch/__init__.py")):
+            if list(folder(own).glob("generations/*/venv/lib/python3.*/site-packages/torch/__init__.py")):
                 break
             time.sleep(0.1)
         installing.send_signal(signal.SIGKILL)

@@ -141,9 +141,10 @@ def kill_case(cli: Cli, victim: str, moment: str) -> str:
             while time.monotonic() - killed < 60:
                 answer = cli("status", *at)
                 code, how = answer.code, f"status: exit {answer.code}, {answer.out.splitlines()[0]}"
-                if code != 0 or victim == "ds41ctl":
+                if code != 0:
                     break
-            assert code == (1 if victim == "ds41ctl" else code) and (code != 0 or victim == "ds41ctl")
+            # without its ds41ctl a start goes on (starting, 1); without one of its own processes it is dead
+            assert code == (1 if victim == "ds41ctl" else 16), how
         took = time.monotonic() - killed
     answer = cli("stop", *at)
     assert answer.code == 0, answer.out + answer.err
@@ -154,7 +155,7 @@ def kill_case(cli: Cli, victim: str, moment: str) -> str:
 def test_an_engine_core_killed_while_it_serves_is_named_and_leaves_nothing_behind(ready: Cli) -> None:
     said = kill_case(ready, "engine core", "serving")
     print(said)
-    assert float(said.rsplit(" ", 2)[1]) < NAMED_S + 3  # two commands of a busy machine are part of it
+    assert float(said.rsplit(" ", 2)[1]) < 2 * NAMED_S  # starting the command on a busy machine is part of it
 
 
 def test_eight_starts_at_once_give_one_engine_and_seven_that_say_so_quickly(ready: Cli) -> None:
@@ -167,7 +168,8 @@ def test_eight_starts_at_once_give_one_engine_and_seven_that_say_so_quickly(read
                 ended[number] = time.monotonic() - began
         time.sleep(0.02)
     codes = [racing[number].returncode for number in ended]
-    assert sorted(codes) == sorted(codes, key=lambda code: code) and set(codes) <= {11, 17} and len(codes) == 7
+    assert len(codes) == 7 and set(codes) <= {11, 17}
+    assert max(ended.values()) < 20  # 2 s on a machine with as many cores; here eight interpreters share two
     print(f"seven losers after {min(ended.values()):.1f} to {max(ended.values()):.1f} s, codes {sorted(codes)}")
     pid = started(ready)
     record = json.loads(record_path(ready).read_text())

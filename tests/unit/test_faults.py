@@ -24,6 +24,10 @@ REAL: dict[str, tuple[str, str, str]] = {
     "gpu-noengram-track": ("exit status 1", "weights", "engram.embed"),
     "gpu-full-track": ("exit status 1", "weights", "wo_a.weight_scale"),
     "gpu-graphs": ("exit status 1", "indexer", "32 or 64"),
+    "gpu-tiny-ready": ("", "", ""),
+    "gpu-tiny-core-killed": ("exit status 0", "engine-core", "core process died"),
+    "gpu-tiny-stripped": ("exit status 1", "plugin", "layers.1.engram.embed.weight"),
+    "gpu-tiny-stripped-served": ("", "", ""),
     "cpu-ready": ("", "", ""),
     "cpu-port": ("exit status 1", "port", "taken"),
     "cpu-bad-flag": ("exit status 2", "arguments", "--speculative-tokens"),
@@ -117,7 +121,10 @@ def test_phases_are_read_in_order_with_percent_from_a_real_log() -> None:
     assert seen[-1].startswith("capturing graphs")
 
 
-@pytest.mark.parametrize(("name", "mode"), [("gpu-eager", "NONE"), ("gpu-graphs", "FULL_AND_PIECEWISE")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("gpu-eager", "NONE"), ("gpu-graphs", "FULL_AND_PIECEWISE"), ("gpu-tiny-ready", "FULL_AND_PIECEWISE")],
+)
 def test_the_resolved_graph_mode_is_read(name: str, mode: str) -> None:
     scan = LogScan((), ())
     scan.feed(real(name))
