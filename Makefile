@@ -43,14 +43,15 @@ lint: $(BIN)/.dev
 	$(BIN)/lint-imports
 
 PYTEST := $(BIN)/python -m pytest
+INSTALLS := tests/contract/test_engine_install.py
 
 # worksteal: a core that is through takes over what the other one still has to do
 test-fast: $(BIN)/.dev
-	$(PYTEST) -n 2 --dist worksteal tests/unit tests/contract
+	$(PYTEST) -n 2 --dist worksteal tests/unit tests/contract --ignore $(INSTALLS)
 
-# a death at every system call that matters, one process each
+# a death at every system call that matters, one process each; and installs with the real venv and pip
 test-crash: $(BIN)/.dev
-	$(PYTEST) -n 2 --dist worksteal tests/crash
+	$(PYTEST) -n 2 --dist worksteal tests/crash $(INSTALLS)
 
 # the tests of the engine's plugin run inside the engine's venv; pytest is lent to it from outside
 $(ENGINE_PYTEST)/.installed: | $(BIN)/.dev

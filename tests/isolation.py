@@ -15,7 +15,7 @@ from pytest_socket import socket_allow_hosts
 settings.register_profile("ds41ctl", deadline=None)
 settings.load_profile("ds41ctl")
 
-_DROPPED = ("DS41_", "TMUX", "HF_", "VLLM_", "CUDA_", "XDG_", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+_DROPPED = ("DS41_", "TMUX", "HF_", "VLLM_", "CUDA_", "PIP_", "XDG_", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +43,7 @@ def isolated(homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
         "COLUMNS": "200",
         "TERM": "dumb",
         "LC_ALL": "C.UTF-8",
+        "PIP_CONFIG_FILE": os.devnull,  # a constraint of this machine's would decide what a test installs
     }.items():
         monkeypatch.setenv(name, value)
     return home

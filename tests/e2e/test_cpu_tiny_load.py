@@ -149,8 +149,9 @@ def test_a_seeded_leak_fails_the_soak_for_that_reason_alone(cli: Cli) -> None:
 @pytest.mark.skipif(not SLOW, reason="DS41_TEST_SLOW=1: takes the profile's patience")
 def test_an_engine_that_hangs_behind_its_living_server_is_named(cli: Cli) -> None:
     """SIGSTOP for the engine core alone: /health goes on saying 200 (and tmux wakes what it started itself)."""
-    core = [pid for pid in cli.processes() if "EngineCore" in " ".join(psutil.Process(pid).cmdline())]
-    assert len(core) == 1
+    family = psutil.Process(cli.record()["pid"]).children(recursive=True)
+    core = [child.pid for child in family if "EngineCore" in (" ".join(child.cmdline()) or child.name())]
+    assert len(core) == 1  # found by descent: a process that titles itself overwrites its environment
     try:
         code, data = soak(
             cli, "--minutes", "5", *profile(cli, stall_s=10), meanwhile=lambda: os.kill(core[0], signal.SIGSTOP)
