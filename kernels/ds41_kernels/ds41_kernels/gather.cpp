@@ -30,8 +30,8 @@ constexpr int kAbi = 2;
 // Every cache line is asked for twice: kFar records ahead into the second-level cache, which has more outstanding misses
 // than the first, and kNear ahead from there into the first, past the caches behind it. Measured on 2 MiB pages against
 // one prefetch into any level at 4 to 128 records, against whole sub-tables one after the other, and against streaming
-// stores: within 3 % of the best of all on a Xeon (family 6, model 207; 4.3 and 94.4 GiB, 1, 2 and 4 threads) and on an
-// EPYC, where each single prefetch loses 10 % or more on one of the two.
+// stores: within 5 % of the best of all on a Xeon (family 6, model 207; 4.3 and 94.4 GiB, 1, 2 and 4 threads), and near
+// the best on a busy EPYC, where each single prefetch loses 10 % or more on one of the two.
 constexpr int64_t kFar = 64;
 constexpr int64_t kNear = 8;
 // Up to here the caller gathers alone: waking a thread costs more than copying this many rows.
