@@ -111,6 +111,7 @@ def kill_case(cli: Cli, victim: str, moment: str) -> str:
     """Start, kill at the moment, look, stop, and start again is left to the caller; returns how it was named."""
     profile = "cpu-tiny-tp2" if victim == "worker" else "cpu-tiny"
     at = ["--profile", profile]
+    assert cli("engram", "build", *at).code == 0
     with cli.start("serve", *at) as starting:
         pid = started(cli, profile)
         record = json.loads(record_path(cli, profile).read_text())
