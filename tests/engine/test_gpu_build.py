@@ -59,6 +59,12 @@ def test_every_target_builds(target: str, toolchain: build.Toolchain, cache: Pat
             assert multiply and all(found.spill_stores == found.spill_loads == 0 for found in multiply)
 
 
+@pytest.mark.parametrize("target", ["sm_70", "sm_80"])
+def test_a_build_for_all_rates_stays_within_the_limits(target: str, toolchain: build.Toolchain, cache: Path) -> None:
+    images = build.build(target, cache, Variant(codebooks=("mul1",)), toolchain)
+    assert all(not build.breaches(image.kernels) for image in images)
+
+
 def test_a_second_build_is_the_first(toolchain: build.Toolchain, cache: Path) -> None:
     first = build.build("compute_70", cache, K3_MUL1, toolchain)
     second = build.build("compute_70", cache, K3_MUL1, toolchain)

@@ -57,7 +57,7 @@ class Limit:
 # by the start of a kernel's name. The multiplications may not spill at all and must leave room for several CTAs on a
 # multiprocessor (65,536 registers); 48 KB is the static limit of shared memory.
 LIMITS = {
-    "exl3_decode_multiply2_": Limit(112, 0, 4 << 10),
+    "exl3_decode_multiply2_": Limit(128, 0, 4 << 10),
     "exl3_decode_multiply4_": Limit(64, 0, 48 << 10),
     "exl3_decode_multiply8_": Limit(128, 0, 48 << 10),
     "exl3_prefill_multiply_": Limit(128, 0, 48 << 10),
