@@ -45,6 +45,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("images")
 
 
+def test_what_is_in_the_cache_is_known_without_compiling(toolchain: build.Toolchain, tmp_path: Path) -> None:
+    assert not build.cached("sm_70", tmp_path, K3_MUL1, toolchain)
+    images = build.build("sm_70", tmp_path, K3_MUL1, toolchain)
+    assert build.cached("sm_70", tmp_path, K3_MUL1, toolchain)
+    assert not build.cached("sm_70", tmp_path, Variant((4,), ("mul1",)), toolchain)
+    images[0].path.write_bytes(images[0].path.read_bytes()[:-1])
+    assert not build.cached("sm_70", tmp_path, K3_MUL1, toolchain)
+
+
 @pytest.mark.parametrize("target", build.TARGETS)
 def test_every_target_builds(target: str, toolchain: build.Toolchain, cache: Path) -> None:
     images = build.build(target, cache, K3_MUL1, toolchain)
