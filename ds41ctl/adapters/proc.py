@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -260,6 +262,31 @@ def carries(pid: int, name: str) -> bool:
     except OSError:
         return False
     return environ.startswith(f"{name}=".encode()) or f"\0{name}=".encode() in environ
+
+
+# what Python's multiprocessing, torch and vLLM name their segments; an engine that was killed does not unlink them
+_SEGMENT = re.compile(r"/dev/shm/(?:psm_|sem\.mp-|torch_|vllm_dist_)[^\s/]+")  # noqa: S108
+
+
+def segments(of: Iterable[int]) -> set[str]:
+    """Shared-memory files that the processes map, by path."""
+    found: set[str] = set()
+    for pid in of:
+        with contextlib.suppress(OSError):
+            found.update(_SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
+    return found
+
+
+def unlink_segments(paths: Iterable[str]) -> None:
+    """Remove those files that are ours and that no process maps any more."""
+    wanted = {path for path in paths if _SEGMENT.fullmatch(path) and Path(path).exists()}
+    if not wanted:
+        return
+    wanted -= segments(pids())
+    for path in wanted:
+        with contextlib.suppress(OSError):
+            if Path(path).lstat().st_uid == os.getuid():
+                Path(path).unlink()
 
 
 def title(pid: int) -> str:

@@ -56,6 +56,7 @@ class Running(BaseModel):
     runtime: str = ""
     idle_vram_mib: dict[str, int] = {}
     members: tuple[Member, ...] = ()
+    segments: tuple[str, ...] = ()
 
     @property
     def identity(self) -> Identity:

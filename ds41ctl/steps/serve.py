@@ -126,7 +126,9 @@ class Serve:
             except Ds41Error:
                 stop.end(self.layout, record)
                 raise
-            done = {"ready_at": _now(), "members": members(record)}
+            family = [item.pid for item in proc.family(record.pid, record.marker, session=record.identity)]
+            shared = tuple(sorted(proc.segments(family)))
+            done = {"ready_at": _now(), "members": members(record), "segments": shared}
             running.write(self.layout.record_path, record.model_copy(update=done))
 
     def refuse_unfit(self) -> None:

@@ -37,6 +37,7 @@ def end(layout: Layout, record: Running) -> Stopped:
     alive = record.alive()
     same_boot = _same_boot(record)
     family = proc.family(record.pid if alive else 0, record.marker, session=record.identity) if same_boot else []
+    segments = {*record.segments, *proc.segments(item.pid for item in family)} if same_boot else set()
     left: list[proc.Identity] = []
     problems: list[str] = []
     if record.container and same_boot:
@@ -48,6 +49,7 @@ def end(layout: Layout, record: Running) -> Stopped:
         left += proc.terminate([item for item in family if item.pid != record.pid and item.alive()], grace=5.0)
     late = proc.family(0, record.marker, session=record.identity) if same_boot else []
     left += proc.terminate(late, grace=1.0)
+    proc.unlink_segments(segments)
     tmux.kill(layout.socket_path)
     problems += [proc.describe(item.pid) for item in left if item.alive()]
     if family and not problems and not _port_closed(record):

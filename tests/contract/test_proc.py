@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +104,35 @@ def test_a_session_whose_number_was_given_to_another_process_is_left_alone() -> 
     finally:
         other.kill()
         other.wait()
+
+
+SEGMENT = """
+import time
+from multiprocessing import shared_memory, resource_tracker
+made = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(made._name, "shared_memory")
+print(made.name, flush=True)
+time.sleep(60)
+"""
+
+
+def test_shared_memory_of_a_killed_process_is_removed_and_never_anothers(
+    children: list[subprocess.Popen[str]],
+) -> None:
+    killed, alive = (start(children, [sys.executable, "-c", SEGMENT]) for _ in range(2))
+    assert killed.stdout is not None and alive.stdout is not None
+    gone, kept = (f"/dev/shm/{child.stdout.readline().strip()}" for child in (killed, alive))  # type: ignore[union-attr]
+    found = proc.segments([killed.pid, alive.pid])
+    assert {gone, kept} <= found
+    killed.kill()
+    killed.wait()
+    assert Path(gone).exists()
+    proc.unlink_segments([*found, "/dev/shm/../../etc/hostname", "/etc/hostname"])
+    assert not Path(gone).exists() and Path(kept).exists() and Path("/etc/hostname").exists()
+    alive.kill()
+    alive.wait()
+    proc.unlink_segments([kept])
+    assert not Path(kept).exists()
 
 
 def test_terminate_kills_what_ignores_sigterm_and_touches_nobody_else(children: list[subprocess.Popen[str]]) -> None:
