@@ -107,6 +107,20 @@ def build(
     return [image.path for image in images]
 
 
+def compiled(cache_dir: Path, capability: str, *, bits: Sequence[int], codebooks: Sequence[str]) -> bool:
+    """True when `build` with these arguments has nothing to do."""
+    module, folder = builder(), toolchain_dir(cache_dir)
+    if not folder.is_dir():
+        return False
+    try:
+        major, _, minor = capability.partition(".")
+        target = module.target_for(int(major), int(minor or 0))
+        variant = module.Variant(tuple(bits), tuple(codebooks))
+        return bool(module.cached(target, image_dir(cache_dir), variant, module.find_toolchain([folder])))
+    except module.BuildError:
+        return False
+
+
 def selfcheck(
     cache_dir: Path, python: Path, env: Mapping[str, str], *, bits: Sequence[int], codebooks: Sequence[str]
 ) -> list[dict[str, Any]]:

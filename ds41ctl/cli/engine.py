@@ -58,7 +58,7 @@ def install(
 
 @app.command()
 def verify(profile: options.ProfileOpt = None, json: options.JsonOpt = False) -> None:
-    """Compare every installed file with its digest, and the engine with its manifest and pins."""
+    """Compare every installed file with its digest, the engine with its manifest; run its GPU kernels on the card."""
     from ds41ctl.steps import engine
 
     session = open_session(profile)
@@ -72,6 +72,9 @@ def verify(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
             hints=("ds41ctl engine install --force",),
         )
     cli.out.line(f"{session.layout.engine_dir}: every file as installed", mark="OK")
+    passed = engine.check_kernels(session.layout, os.environ)
+    if passed is not None:
+        cli.out.line(f"GPU kernels: {passed} checks on this card equal the reference", mark="OK")
 
 
 @app.command("list")

@@ -135,6 +135,17 @@ class Model(_Model):
         return tuple(table.layer for table in self.engram)
 
 
+class GpuKernels(_Model):
+    """Kernels of ds41_kernels that `engine install` compiles for the profile's card and `engine verify` runs on it."""
+
+    bits: tuple[Annotated[int, Field(ge=1, le=8)], ...] = Field(
+        min_length=1, description="bits a weight of the pack's experts"
+    )
+    codebooks: tuple[Literal["3inst", "mcg", "mul1"], ...] = Field(
+        min_length=1, description="EXL3 codebooks of the pack's experts"
+    )
+
+
 class Engine(_Model):
     """The pinned engine."""
 
@@ -150,6 +161,7 @@ class Engine(_Model):
         False, description="venv: it sees the packages of the Python it is made with (CUDA libraries of an image)"
     )
     plugin: bool = Field(False, description="venv: install ds41_engine into it")
+    gpu_kernels: GpuKernels | None = Field(None, description="venv: EXL3 kernels of ours to compile for the card")
     wheel: str = Field("", description="venv: file name of the engine wheel when it is not in the lock")
     wheel_url: str = ""
     wheel_sha256: Sha256 | Literal[""] = ""

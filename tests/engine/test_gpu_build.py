@@ -45,6 +45,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("images")
 
 
+def test_what_is_in_the_cache_is_known_without_compiling(toolchain: build.Toolchain, tmp_path: Path) -> None:
+    assert not build.cached("sm_70", tmp_path, K3_MUL1, toolchain)
+    images = build.build("sm_70", tmp_path, K3_MUL1, toolchain)
+    assert build.cached("sm_70", tmp_path, K3_MUL1, toolchain)
+    assert not build.cached("sm_70", tmp_path, Variant((4,), ("mul1",)), toolchain)
+    images[0].path.write_bytes(images[0].path.read_bytes()[:-1])
+    assert not build.cached("sm_70", tmp_path, K3_MUL1, toolchain)
+
+
 @pytest.mark.parametrize("target", build.TARGETS)
 def test_every_target_builds(target: str, toolchain: build.Toolchain, cache: Path) -> None:
     images = build.build(target, cache, K3_MUL1, toolchain)
@@ -57,6 +66,12 @@ def test_every_target_builds(target: str, toolchain: build.Toolchain, cache: Pat
             assert content.startswith(b"\x7fELF")
             multiply = [found for name, found in image.kernels.items() if "multiply" in name]
             assert multiply and all(found.spill_stores == found.spill_loads == 0 for found in multiply)
+
+
+@pytest.mark.parametrize("target", ["sm_70", "sm_80"])
+def test_a_build_for_all_rates_stays_within_the_limits(target: str, toolchain: build.Toolchain, cache: Path) -> None:
+    images = build.build(target, cache, Variant(codebooks=("mul1",)), toolchain)
+    assert all(not build.breaches(image.kernels) for image in images)
 
 
 def test_a_second_build_is_the_first(toolchain: build.Toolchain, cache: Path) -> None:

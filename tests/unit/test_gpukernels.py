@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from ds41ctl.adapters import gpukernels
+from ds41ctl.adapters import enginevenv, gpukernels, profiles
 from ds41ctl.core.errors import IntegrityError, NetworkError, UnsupportedError
+from ds41ctl.core.facts import EngineFacts
+from ds41ctl.core.layout import Layout
+from ds41ctl.steps import engine
+from tests.fakes.packs import layout_for
 
 
 def silent(text: str, data: dict[str, Any]) -> None:
@@ -71,3 +75,38 @@ def test_a_check_that_cannot_run_is_not_a_pass(tmp_path: Path) -> None:
     python = program(tmp_path / "python", "exit 0")
     with pytest.raises(UnsupportedError, match="no check ran"):
         gpukernels.selfcheck(tmp_path, python, {}, bits=(3,), codebooks=("mul1",))
+
+
+@pytest.fixture
+def volta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
+    """The V100 profile with its engine installed and unchanged."""
+    monkeypatch.setattr(enginevenv, "inspect", lambda layout: EngineFacts(dir=str(tmp_path), installed=True))
+    return layout_for(profiles.read(profiles.find("v100-pp2tp4")), tmp_path)
+
+
+def test_an_engine_without_its_kernels_is_not_done_and_only_they_are_made(
+    volta: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(gpukernels, "build", lambda cache, capability, *_, **chosen: asked.append((capability, chosen)))
+    step = engine.EngineInstall(volta, {})
+    goal = step.check()
+    assert not goal.reached and goal.text == "GPU kernels for 7.0 are not compiled"
+    step.do(silent)
+    assert asked == [("7.0", {"bits": (2, 3, 4, 5), "codebooks": ("mul1",)})]
+
+
+def test_an_engine_with_its_kernels_is_done(volta: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpukernels, "compiled", lambda *_, **chosen: True)
+    assert engine.EngineInstall(volta, {}).check().reached
+
+
+def test_verify_refuses_an_engine_whose_kernels_cannot_run_here(volta: Layout) -> None:
+    volta.python.parent.mkdir(parents=True)
+    program(volta.python, "echo 'GPU kernels: no driver' >&2; exit 1")
+    with pytest.raises(UnsupportedError, match="no driver"):
+        engine.check_kernels(volta, {"PATH": "/usr/bin:/bin"})
+
+
+def test_a_profile_without_gpu_kernels_asks_for_none(tmp_path: Path) -> None:
+    assert engine.check_kernels(layout_for(profiles.read(profiles.find("cpu-tiny")), tmp_path), {}) is None

@@ -57,7 +57,7 @@ class Limit:
 # by the start of a kernel's name. The multiplications may not spill at all and must leave room for several CTAs on a
 # multiprocessor (65,536 registers); 48 KB is the static limit of shared memory.
 LIMITS = {
-    "exl3_decode_multiply2_": Limit(112, 0, 4 << 10),
+    "exl3_decode_multiply2_": Limit(128, 0, 4 << 10),
     "exl3_decode_multiply4_": Limit(64, 0, 48 << 10),
     "exl3_decode_multiply8_": Limit(128, 0, 48 << 10),
     "exl3_prefill_multiply_": Limit(128, 0, 48 << 10),
@@ -283,15 +283,29 @@ def build(
     compiler: _Nvrtc | None = None
     images = []
     for source in sources:
-        digest = source_digest(source, options, toolchain.digest)
-        suffix = "ptx" if target in PTX else "cubin"
-        path = cache / f"{Path(source).stem}-{target}-{digest[:16]}.{suffix}"
+        path, digest = _place(source, target, cache, options, toolchain)
         found = _from_cache(path, source, target, digest)
         if found is None:
             compiler = compiler or _Nvrtc(toolchain)
             found = _compile(compiler, toolchain, path, source, target, options, digest)
         images.append(found)
     return images
+
+
+def cached(target: str, cache: Path, variant: Variant, toolchain: Toolchain) -> bool:
+    """True when :func:`build` of all sources would compile nothing."""
+    options = flags(target, variant)
+    for source in SOURCES:
+        path, digest = _place(source, target, cache, options, toolchain)
+        if _from_cache(path, source, target, digest) is None:
+            return False
+    return True
+
+
+def _place(source: str, target: str, cache: Path, options: Iterable[str], toolchain: Toolchain) -> tuple[Path, str]:
+    """Where the image of a source is kept, and the digest of all that goes into it."""
+    digest = source_digest(source, options, toolchain.digest)
+    return cache / f"{Path(source).stem}-{target}-{digest[:16]}.{'ptx' if target in PTX else 'cubin'}", digest
 
 
 def _compile(

@@ -193,20 +193,22 @@ DEVICE void strip(const Product& job, const Linear& linear, const Group& group, 
             weights += stride;
         }
     };
+    constexpr bool kAhead = Windows::kPairs <= 2;  // K >= 6: so many words ahead would not leave registers for the sums
     uint4 chunk = __ldg(act);
-    load();
+    if (kAhead) load();
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
         __syncthreads();
         *reinterpret_cast<uint4*>(shared->rows + my_row * kRowHalves + my_chunk * 8) = chunk;
         __syncthreads();
+        if (!kAhead) load();
         u32 w[2][4];
 #pragma unroll
         for (int kk = 0; kk < 2; ++kk) lane_weights<K, CB>(windows, low[kk], high[kk], w[kk]);
         if (step + 1 < steps) {
             act += 4;
             chunk = __ldg(act);
-            load();
+            if (kAhead) load();
         }
 #pragma unroll
         for (int kk = 0; kk < 2; ++kk) {
