@@ -13,9 +13,9 @@ from typing import Any
 import smoke
 from ds41ctl.adapters.http import EngineClient
 from ds41ctl.core.finding import Finding
-from ds41ctl.core.profile import Profile
 from smoke.canaries import generate
 from smoke.soak_judge import judge
+from tests.fakes.profiles import least_profile
 from tests.fakes.soak_traces import MINUTE, Script, trace
 from tests.fakes.sse_server import FakeEngine, Quirk, Request, Say, ScriptedServer, but, instead, whole
 
@@ -32,43 +32,6 @@ class SilentFault:
     detected: str
     says: str
     find: Callable[[], Finding]
-
-
-def least_profile(**smoke_values: Any) -> Profile:
-    """The least profile with two GPUs at a locked clock and a drafter."""
-    values = {"canaries": "random", "needle_tokens": 300, "image_limit": 64, **smoke_values}
-    return Profile.model_validate(
-        {
-            "schema": 1,
-            "name": "fake",
-            "title": "fake engine",
-            "state": "measured",
-            "hardware": {"gpus": 2, "ram_gib_min": 0},
-            "model": {
-                "served_name": "deepseek-v4.1-flash",
-                "dir": "x",
-                "sources": [],
-                "vocab_size": 1,
-                "compressed_vocab_size": 1,
-                "engram": [],
-            },
-            "engine": {"kind": "venv", "name": "x"},
-            "serve": {
-                "port": 8011,
-                "argv": [],
-                "ready_timeout_s": 1,
-                "stall_timeout_s": 1,
-                "max_model_len": 2000,
-                "max_num_seqs": 4,
-                "dspark": False,
-            },
-            "engram": {"storage": "none"},
-            "clocks": {"sm_mhz": 1530},
-            "smoke": values,
-            "soak": {"acceptance_min": 0.4},
-            "provenance": {"model": "test", "serve": "test", "smoke": "test", "clocks": "test", "soak": "test"},
-        }
-    )
 
 
 def served(test: str, intent: str, quirk: Quirk, **smoke_values: Any) -> Callable[[], Finding]:

@@ -15,8 +15,8 @@ from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.finding import Status
 from smoke import fidelity
 from smoke.fidelity import Reference, Window
+from tests.fakes.profiles import least_profile
 from tests.fakes.sse_server import Request, Script, ScriptedServer, whole
-from tests.silent_faults import least_profile
 
 PROFILE = least_profile()
 EXACT = least_profile(restart_exact=True)

@@ -24,8 +24,8 @@ from ds41ctl.core.gatehtml import page, ranking
 from ds41ctl.core.reference import Reference
 from ds41ctl.steps import gate as steps
 from tests.fakes import references as fake
+from tests.fakes.profiles import least_profile
 from tests.fakes.sse_server import Request, Script, ScriptedServer, whole
-from tests.silent_faults import least_profile
 
 PROFILE = least_profile()
 

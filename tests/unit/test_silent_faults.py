@@ -8,9 +8,10 @@ import smoke
 from ds41ctl.adapters.http import EngineClient
 from ds41ctl.core.finding import Status
 from smoke.soak_judge import judge
+from tests.fakes.profiles import least_profile
 from tests.fakes.soak_traces import Script, trace
 from tests.fakes.sse_server import FakeEngine, ScriptedServer
-from tests.silent_faults import CANARIES, MATRIX, SilentFault, least_profile
+from tests.silent_faults import CANARIES, MATRIX, SilentFault
 
 
 @pytest.mark.parametrize("row", MATRIX, ids=[row.fault for row in MATRIX])

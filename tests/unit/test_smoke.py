@@ -14,9 +14,9 @@ import smoke
 from ds41ctl.adapters.http import EngineClient
 from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.finding import Finding, Status
-from ds41ctl.core.profile import Profile
 from smoke import judge, probes
 from smoke.canaries import Canaries, generate
+from tests.fakes.profiles import least_profile
 from tests.fakes.sse_server import (
     DONE,
     HTML,
@@ -36,40 +36,6 @@ CANARIES = generate(7, copies=20, needle_tokens=300, images=6)
 DEAD = {"error": {"message": "EngineCore encountered an issue", "code": 500}}
 
 
-def profile(**smoke_values: Any) -> Profile:
-    """The least profile that says what the smoke tests read."""
-    values = {"canaries": "random", "needle_tokens": 300, "image_limit": 64, **smoke_values}
-    return Profile.model_validate(
-        {
-            "schema": 1,
-            "name": "fake",
-            "title": "fake engine",
-            "state": "measured",
-            "hardware": {"gpus": 0, "ram_gib_min": 0},
-            "model": {
-                "served_name": "deepseek-v4.1-flash",
-                "dir": "x",
-                "sources": [],
-                "vocab_size": 1,
-                "compressed_vocab_size": 1,
-                "engram": [],
-            },
-            "engine": {"kind": "venv", "name": "x"},
-            "serve": {
-                "port": 8011,
-                "argv": [],
-                "ready_timeout_s": 1,
-                "stall_timeout_s": 1,
-                "max_model_len": 2000,
-                "max_num_seqs": 4,
-            },
-            "engram": {"storage": "none"},
-            "smoke": values,
-            "provenance": {"model": "test", "serve": "test", "smoke": "test"},
-        }
-    )
-
-
 def run(
     quirks: dict[str, Quirk] | None = None,
     *,
@@ -85,7 +51,7 @@ def run(
         findings = smoke.run(
             EngineClient(server.url),
             canaries,
-            profile(**smoke_values),
+            least_profile(**smoke_values),
             level=level,
             only=only,
             deadline_s=deadline_s,
@@ -124,7 +90,7 @@ def test_a_healthy_engine_passes_everything(level: smoke.Level) -> None:
 def test_requests_are_greedy_bounded_and_think_only_when_asked() -> None:
     engine = FakeEngine(CANARIES)
     with ScriptedServer(engine) as server:
-        smoke.run(EngineClient(server.url), CANARIES, profile())
+        smoke.run(EngineClient(server.url), CANARIES, least_profile())
         bodies = [r.body for r in server.requests if r.body and r.body["max_tokens"] > 0]
     assert len(bodies) > 25
     for body in bodies:
@@ -174,7 +140,7 @@ def test_health_200_on_a_dead_engine() -> None:
 def test_health_of_nobody() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    findings = smoke.run(EngineClient(f"http://127.0.0.1:{port}"), CANARIES, profile(), deadline_s=5)
+    findings = smoke.run(EngineClient(f"http://127.0.0.1:{port}"), CANARIES, least_profile(), deadline_s=5)
     assert findings[0].status is Status.FAIL and "class: engine" in findings[0].evidence
     assert "ds41ctl serve" in findings[0].fix
     rest = findings[1:]
@@ -418,7 +384,7 @@ def test_a_bug_in_a_probe_is_a_crash_finding_not_the_end(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(judge, "judge_number", broken)
     with ScriptedServer(FakeEngine(CANARIES)) as server:
-        findings = smoke.run(EngineClient(server.url), CANARIES, profile(), only=("arithmetic", "limits"))
+        findings = smoke.run(EngineClient(server.url), CANARIES, least_profile(), only=("arithmetic", "limits"))
     assert [f.status for f in findings] == [Status.CRASH, Status.OK]
     assert "RuntimeError: boom" in findings[0].summary and "\n" not in findings[0].summary
 
@@ -447,11 +413,15 @@ def test_only_takes_short_names_keeps_the_order_and_calls_back() -> None:
     with ScriptedServer(FakeEngine(CANARIES)) as server:
         client = EngineClient(server.url)
         smoke.run(
-            client, CANARIES, profile(), only=("smoke.limits", "arithmetic"), on_finding=lambda f: seen.append(f.id)
+            client,
+            CANARIES,
+            least_profile(),
+            only=("smoke.limits", "arithmetic"),
+            on_finding=lambda f: seen.append(f.id),
         )
         assert seen == ["smoke.arithmetic", "smoke.limits"]
         with pytest.raises(ConfigError, match=r"did you mean smoke\.copy") as caught:
-            smoke.run(client, CANARIES, profile(), only=("copi",))
+            smoke.run(client, CANARIES, least_profile(), only=("copi",))
     assert "smoke.health" in caught.value.hints[0]
 
 
@@ -553,7 +523,7 @@ def test_with_a_drafter_repeats_that_differ_are_a_warning() -> None:
         count["n"] += 1
         return replace(say, content=f"answer {count['n']}")
 
-    base = profile()
+    base = least_profile()
     drafted = base.model_copy(update={"serve": base.serve.model_copy(update={"dspark": True})})
     for wanted, tested in ((Status.FAIL, base), (Status.WARN, drafted)):
         with ScriptedServer(FakeEngine(CANARIES, quirks={"hello": drift})) as server:
@@ -564,7 +534,7 @@ def test_with_a_drafter_repeats_that_differ_are_a_warning() -> None:
 def test_thorough_copies_every_identifier_three_times() -> None:
     engine = FakeEngine(CANARIES)
     with ScriptedServer(engine) as server:
-        found = smoke.run(EngineClient(server.url), CANARIES, profile(copies=5), level="thorough", only=("copy",))
+        found = smoke.run(EngineClient(server.url), CANARIES, least_profile(copies=5), level="thorough", only=("copy",))
     assert found[0].summary == "60/60 exact"
 
 

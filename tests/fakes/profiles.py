@@ -1,0 +1,44 @@
+"""Profiles that say no more than a test needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds41ctl.core.profile import Profile
+
+
+def least_profile(**smoke_values: Any) -> Profile:
+    """The least profile with two GPUs at a locked clock and a drafter."""
+    values = {"canaries": "random", "needle_tokens": 300, "image_limit": 64, **smoke_values}
+    return Profile.model_validate(
+        {
+            "schema": 1,
+            "name": "fake",
+            "title": "fake engine",
+            "state": "measured",
+            "hardware": {"gpus": 2, "ram_gib_min": 0},
+            "model": {
+                "served_name": "deepseek-v4.1-flash",
+                "dir": "x",
+                "sources": [],
+                "vocab_size": 1,
+                "compressed_vocab_size": 1,
+                "engram": [],
+            },
+            "engine": {"kind": "venv", "name": "x"},
+            "serve": {
+                "port": 8011,
+                "argv": [],
+                "ready_timeout_s": 1,
+                "stall_timeout_s": 1,
+                "max_model_len": 2000,
+                "max_num_seqs": 4,
+                "dspark": False,
+            },
+            "engram": {"storage": "none"},
+            "clocks": {"sm_mhz": 1530},
+            "smoke": values,
+            "soak": {"acceptance_min": 0.4},
+            "provenance": {"model": "test", "serve": "test", "smoke": "test", "clocks": "test", "soak": "test"},
+        }
+    )
