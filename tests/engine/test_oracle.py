@@ -430,10 +430,12 @@ def test_a_process_killed_in_the_middle_goes_on_and_keeps_below_its_bound(checkp
     assert done.returncode == 0 and events[-1]["event"] == "done"
     assert any(event["event"] == "resumed" and event["layer"] >= 3 for event in events)
     assert events[-1]["peak_rss"] <= events[0]["memory_bound"]
-    run(checkpoint, load(checkpoint, file), tmp_path / "whole.ref", threads=1)
-    assert out.read_bytes() != b"" and reference.parse(out.read_bytes(), "k").prompts == (
-        reference.parse((tmp_path / "whole.ref").read_bytes(), "w").prompts
-    )
+    # in a process of its own as well: after the engines of other tests this one may round differently
+    whole = tmp_path / "whole.ref"
+    argv[argv.index(str(out))], argv[argv.index(str(work))] = str(whole), str(tmp_path / "work-whole")
+    assert subprocess.run(argv, env=env, capture_output=True, timeout=120, check=False).returncode == 0
+    found, wanted = (reference.parse(path.read_bytes(), path.name).prompts for path in (out, whole))
+    assert found and found == wanted
 
 
 def test_a_cut_state_is_left_behind_and_a_foreign_one_refused(checkpoint: Path, tmp_path: Path) -> None:
