@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +14,6 @@ from pytest_socket import socket_allow_hosts
 # a property is judged by its truth; how long one example takes on a busy machine is no part of it
 settings.register_profile("ds41ctl", deadline=None)
 settings.load_profile("ds41ctl")
-
-# `nohup` and a shell's `&` hand down ignored signals, and the children of the tests must be able to die of them
-for _number, _usual in (
-    (signal.SIGHUP, signal.SIG_DFL),
-    (signal.SIGINT, signal.default_int_handler),
-    (signal.SIGQUIT, signal.SIG_DFL),
-):
-    if signal.getsignal(_number) is signal.SIG_IGN:
-        signal.signal(_number, _usual)
 
 _DROPPED = ("DS41_", "TMUX", "HF_", "VLLM_", "CUDA_", "PIP_", "XDG_", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
 
