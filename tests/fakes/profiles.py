@@ -7,8 +7,8 @@ from typing import Any
 from ds41ctl.core.profile import Profile
 
 
-def least_profile(**smoke_values: Any) -> Profile:
-    """The least profile with two GPUs at a locked clock and a drafter."""
+def least_profile(*, gpus: int = 2, **smoke_values: Any) -> Profile:
+    """The least profile with GPUs at a locked clock and a drafter; without either when `gpus` is 0."""
     values = {"canaries": "random", "needle_tokens": 300, "image_limit": 64, **smoke_values}
     return Profile.model_validate(
         {
@@ -16,7 +16,7 @@ def least_profile(**smoke_values: Any) -> Profile:
             "name": "fake",
             "title": "fake engine",
             "state": "measured",
-            "hardware": {"gpus": 2, "ram_gib_min": 0},
+            "hardware": {"gpus": gpus, "ram_gib_min": 0},
             "model": {
                 "served_name": "deepseek-v4.1-flash",
                 "dir": "x",
@@ -36,9 +36,9 @@ def least_profile(**smoke_values: Any) -> Profile:
                 "dspark": False,
             },
             "engram": {"storage": "none"},
-            "clocks": {"sm_mhz": 1530},
+            "clocks": {"sm_mhz": 1530} if gpus else {},
             "smoke": values,
-            "soak": {"acceptance_min": 0.4},
+            "soak": {"acceptance_min": 0.4} if gpus else {},
             "provenance": {"model": "test", "serve": "test", "smoke": "test", "clocks": "test", "soak": "test"},
         }
     )

@@ -16,13 +16,13 @@ from smoke import bench, bench_report
 from smoke.answer import Answer
 from smoke.bench import Row
 from smoke.load import Reading
+from tests.fakes.profiles import least_profile
 from tests.fakes.sse_server import FakeEngine, Quirk, Request, Say, Script, ScriptedServer, but, instead, whole
 from tests.unit.test_smoke import CANARIES
-from tests.unit.test_smoke import profile as smoke_profile
 
 
 def profile(**values: Any) -> Profile:
-    base = smoke_profile()
+    base = least_profile(gpus=0)
     wanted = {
         "decode_tokens": 40,
         "concurrency": (1, 2, 4),

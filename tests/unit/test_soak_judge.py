@@ -15,10 +15,10 @@ from ds41ctl.core.finding import Status
 from ds41ctl.core.profile import Profile
 from smoke.soak_judge import CRITERIA, SoakVerdict, judge
 from smoke.trace import End, Sample, Start, Trace, Turn, collect, line, parse
+from tests.fakes.profiles import least_profile
 from tests.fakes.soak_traces import MINUTE, Script, trace
-from tests.unit.test_smoke import profile as smoke_profile
 
-CPU = smoke_profile()
+CPU = least_profile(gpus=0)
 GPU = CPU.model_copy(
     update={
         "hardware": CPU.hardware.model_copy(update={"gpus": 2}),

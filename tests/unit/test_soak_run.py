@@ -14,9 +14,9 @@ from ds41ctl.core.profile import Profile
 from smoke import soak
 from smoke.soak_judge import judge
 from smoke.trace import End, Start, Trace, collect
+from tests.fakes.profiles import least_profile
 from tests.fakes.sse_server import Act, FakeEngine, Request, Say, Script, ScriptedServer, but, whole
 from tests.unit.test_smoke import CANARIES
-from tests.unit.test_smoke import profile as smoke_profile
 
 PLAN = soak.Plan(seconds=3, streams=2, sample_s=0.1, canary_s=1.0, seed=5)
 SHORT = soak.Plan(seconds=1, streams=2, sample_s=0.1, canary_s=0.4, seed=5)
@@ -30,7 +30,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def profile(**soak_values: Any) -> Profile:
-    base = smoke_profile()
+    base = least_profile(gpus=0)
     values = {"answer_tokens": 32, "decode_retention_min": 0.2, "decode_retention_warn": 0.2, "ttft_ratio_max": 9.0}
     return base.model_copy(
         update={
