@@ -52,6 +52,16 @@ class Job:
         return ["--no-index", "--find-links", str(self.folder)]
 
 
+def pip_environment(environ: Mapping[str, str], from_folder: Path | None) -> dict[str, str]:
+    """What pip may see of this shell; with a folder of wheels it asks no index, whatever this machine's pip is told."""
+    env = {key: value for key, value in environ.items() if key in _INSTALL_ENV or key.startswith(_INSTALL_PREFIXES)}
+    if from_folder is None:
+        return env
+    # the folder and the lock say everything; an index or a constraint of this machine's pip has no say
+    env = {key: value for key, value in env.items() if not key.startswith("PIP_")}
+    return env | {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(from_folder)}
+
+
 def install(layout: Layout, environ: Mapping[str, str], progress: Progress, *, from_folder: Path | None = None) -> None:
     """Install the profile's engine as a new generation, prove it, and use it; the one before stays until then.
 
@@ -60,10 +70,7 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress, *, f
     """
     engine = layout.profile.engine
     python = _interpreter(layout)
-    env = {key: value for key, value in environ.items() if key in _INSTALL_ENV or key.startswith(_INSTALL_PREFIXES)}
-    if from_folder is not None:
-        # the folder and the lock say everything; an index or a constraint of this machine's pip has no say
-        env = {key: value for key, value in env.items() if not key.startswith("PIP_")} | {"PIP_CONFIG_FILE": os.devnull}
+    env = pip_environment(environ, from_folder)
     job = Job(layout, env, progress, from_folder)
     made_from = enginevenv.wanted(layout)
     for notice in engine.notices:

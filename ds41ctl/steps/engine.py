@@ -78,7 +78,7 @@ class EngineInstall:
                     self.layout.dirs.cache,
                     self.layout.profile.hardware.compute_capability,
                     self.layout.python,
-                    self.environ,
+                    engineinstall.pip_environment(self.environ, self.wheels),
                     progress,
                     bits=wanted.bits,
                     codebooks=wanted.codebooks,

@@ -96,6 +96,18 @@ def test_an_engine_without_its_kernels_is_not_done_and_only_they_are_made(
     assert asked == [("7.0", {"bits": (2, 3, 4, 5), "codebooks": ("mul1",)})]
 
 
+def test_a_folder_of_wheels_is_all_that_the_compiler_comes_from(
+    volta: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(gpukernels, "build", lambda cache, capability, python, env, *_, **chosen: seen.append(env))
+    shell = {"PATH": "/bin", "PYTHONPATH": "/elsewhere", "PIP_INDEX_URL": "https://index", "PIP_FIND_LINKS": "/other"}
+    engine.EngineInstall(volta, shell, wheels=tmp_path).do(silent)
+    (env,) = seen
+    assert env["PIP_NO_INDEX"] == "1" and env["PIP_FIND_LINKS"] == str(tmp_path)
+    assert not {"PYTHONPATH", "PIP_INDEX_URL"} & set(env)
+
+
 def test_an_engine_with_its_kernels_is_done(volta: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpukernels, "compiled", lambda *_, **chosen: True)
     assert engine.EngineInstall(volta, {}).check().reached
