@@ -76,10 +76,7 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress, *, f
     for notice in engine.notices:
         progress(notice, {"note": True})
     previous = enginevenv.read_manifest(layout.engine_dir)
-    name = (
-        f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{hashlib.sha256(repr(sorted(made_from.items())).encode()).hexdigest()[:8]}"
-    )
-    folder = generations.new(layout.engine_dir, name)
+    folder = generations.new(layout.engine_dir, hashlib.sha256(repr(sorted(made_from.items())).encode()).hexdigest())
     try:
         if previous is not None and only_plugin_changed(layout, previous, made_from):
             progress("ds41_engine and ds41_kernels beside the engine as it is", {})
@@ -106,7 +103,7 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress, *, f
                 "format": enginevenv.FORMAT,
                 "engine": engine.name,
                 "made_from": made_from,
-                "installed_at": datetime.now(UTC).isoformat(timespec="seconds"),
+                "installed_at": datetime.now(UTC).isoformat(timespec="milliseconds"),  # orders the generations
                 "distributions": enginevenv.distributions(site),
                 "probe": probe,
                 "notices": list(engine.notices),
@@ -116,7 +113,7 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress, *, f
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    generations.use(layout.engine_dir, name)
+    generations.use(layout.engine_dir, folder.name)
     generations.prune(layout.engine_dir)
 
 

@@ -13,6 +13,7 @@ import contextlib
 import os
 import shutil
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ds41ctl.adapters import files
@@ -62,17 +63,23 @@ def _current_name(engine: Path) -> str:
         return ""
 
 
-def new(engine: Path, name: str) -> Path:
-    """An empty folder for a generation; what an interrupted install left of it is removed.
+def new(engine: Path, made_from: str) -> Path:
+    """An empty folder for a generation, named by the time and the first digits of `made_from` (a digest).
 
-    A half-made venv cannot be trusted (pip does not notice a package that was cut off); pip's download cache makes the
-    second time cheap.
+    Never one that exists: two installs within a second would else take each other's, the one in use included. What an
+    interrupted install left is not taken up (pip does not notice a package that was cut off) and goes with `prune`;
+    pip's download cache makes the second time cheap.
     """
-    folder = engine / "generations" / name
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    return folder
+    stem = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{made_from[:8]}"
+    name, number = stem, 1
+    while True:
+        folder = engine / "generations" / name
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            name = f"{stem}-{number}"
 
 
 def clone(engine: Path, folder: Path) -> None:
