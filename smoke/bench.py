@@ -59,6 +59,7 @@ class Target:
     store_dir: Path | None = None
     drift: tuple[str, ...] = ()
     confirmed: bool = False
+    key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class _Bench:
             target.profile.model.served_name,
             bounds=Bounds(requests=2000, seconds=6 * 3600),
             confirmed=target.confirmed,
+            key=target.key,
         )
         self._rows: list[Row] = []
 

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -59,6 +59,7 @@ class Target:
     record: Running | None = None
     store_dir: Path | None = None
     confirmed: bool = False
+    key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class _Soak:
             target.profile.model.served_name,
             bounds=Bounds(seconds=plan.seconds + 3600),
             confirmed=target.confirmed,
+            key=target.key,
         )
         self._prompts = Prompts(plan.seed)
         self._gate = asyncio.Event()
@@ -288,7 +290,7 @@ class _Soak:
             self.progress(f"{_clock(self.now)}  canary {found.id} {found.status.upper()}")
 
     def _canary(self, name: str, spent: list[int]) -> Finding:
-        client = EngineClient(self.target.url)
+        client = EngineClient(self.target.url, self.target.key)
         try:
             return smoke.run(
                 client, self.target.canaries, self.target.profile, only=(name,), deadline_s=CANARY_S, spent=spent

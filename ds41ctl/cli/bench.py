@@ -76,7 +76,9 @@ def _bench(
             f"{session.profile.name} is not running", hints=("ds41ctl up", "another engine: --target URL")
         )
     require_confirmed(known.url, yes)
-    engine = bench.Target(url=known.url, profile=session.profile, record=known.record, drift=known.drift, confirmed=yes)
+    engine = bench.Target(
+        url=known.url, profile=session.profile, record=known.record, drift=known.drift, confirmed=yes, key=known.key
+    )
     runs = session.dirs.state / "bench"
     earlier = _latest(runs)
     cli.out.line(f"bench  {session.profile.name}  {known.url}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds41ctl import cli
-from ds41ctl.cli import options
+from ds41ctl.cli import live, options
 from ds41ctl.cli.app import group
 from ds41ctl.cli.session import Session, open_running, open_session
 from ds41ctl.cli.up import heading
@@ -89,13 +89,12 @@ def record(
 
 
 def _record_engine(profile: str | None, reference: Path | None, out: Path | None) -> None:
-    from ds41ctl.adapters.http import EngineClient
     from ds41ctl.steps import gate
 
     session = open_running(profile)
     known = gate.read(reference or gate.default_path(session.layout))
     target = out or session.layout.dirs.state / "gate" / f"{session.layout.name}-engine.ref"
-    said, _, left_out = gate.ask(EngineClient(session.layout.url), session.profile, known, cli.out.progress)
+    said, _, left_out = gate.ask(live.client(session), session.profile, known, cli.out.progress)
     digest = gate.write(target, said)
     for text in left_out:
         cli.out.note(f"left out: {text}")
@@ -128,10 +127,7 @@ def compare(
         if [p.ids for p in candidate.prompts] != [p.ids for p in known.prompts]:
             known, candidate = _common(known, candidate, other)
     else:
-        from ds41ctl.adapters.http import EngineClient
-
-        client = EngineClient(session.layout.url)
-        candidate, chosen, left_out = gate.ask(client, session.profile, known, cli.out.progress)
+        candidate, chosen, left_out = gate.ask(live.client(session), session.profile, known, cli.out.progress)
         known, against = core.same_prompts(known, chosen, candidate.prompts), f"{session.layout.url}/v1"
     found = core.compare(known, candidate, limit, left_out)
     source = session.profile.source_of("gate.kl_max") if threshold is None and limit is not None else ""

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,14 @@ from ds41ctl.cli.session import Session
 from ds41ctl.core.errors import LockedError
 
 if TYPE_CHECKING:
+    from ds41ctl.adapters.http import EngineClient
     from ds41ctl.adapters.running import Running
 
 
 @dataclass(frozen=True)
 class Live:
     """The engine behind a URL: its record when it was started here, the digests its numbers belong to, and `drift`:
-    what differs from the profile (each a sentence)."""
+    what differs from the profile (each a sentence). `key`: what to send to it."""
 
     url: str
     record: Running | None
@@ -29,11 +30,30 @@ class Live:
     facts_digest: str
     store_dir: Path | None
     drift: tuple[str, ...]
+    key: str | None = field(default=None, repr=False)
+
+
+def client(session: Session) -> EngineClient:
+    """Client of this profile's engine, with the key it was started with."""
+    from ds41ctl.adapters import running
+    from ds41ctl.adapters.http import EngineClient
+
+    record = running.read(session.layout.record_path)
+    return EngineClient(session.layout.url, _key(session, record))
+
+
+def _key(session: Session, record: Running | None) -> str | None:
+    """The key of the recorded engine, whatever this shell's settings say; else that of the settings."""
+    from ds41ctl.adapters import keyfile
+
+    started_with = record.api_key_file if record is not None else ""
+    return keyfile.read(Path(started_with) if started_with else session.layout.api_key_file)
 
 
 def look(session: Session, target: str | None) -> Live:
     """What is known of the engine: the one of this profile, or any other behind `target`."""
     from ds41ctl.adapters import enginevenv, running, store
+    from ds41ctl.adapters.http import is_loopback
     from ds41ctl.cli.status import drift
 
     layout = session.layout
@@ -53,6 +73,8 @@ def look(session: Session, target: str | None) -> Live:
         facts_digest=machine_digest(session),
         store_dir=store.locate(layout) if own_store else None,
         drift=found,
+        # a key of this machine is not sent to another one
+        key=_key(session, record) if record is not None or is_loopback(url) else None,
     )
 
 

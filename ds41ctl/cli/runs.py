@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ds41ctl import cli
 from ds41ctl.adapters.journal import Journal
+from ds41ctl.cli import live
 from ds41ctl.cli.session import Session
 from ds41ctl.core.errors import Ds41Error
 from ds41ctl.core.exits import Exit
@@ -134,14 +135,12 @@ class Smoke:
     def judge(self, on_finding: Callable[[Finding], None], progress: Progress) -> Goal:
         """Ask the running engine."""
         import smoke
-        from ds41ctl.adapters import keyfile
-        from ds41ctl.adapters.http import EngineClient
 
         profile = self.session.profile
         level = next(item for item in smoke.LEVELS if item == self.level)
         canaries = load_canaries(self.session, level)
         self.findings = smoke.run(
-            EngineClient(self.session.layout.url, keyfile.read(self.session.layout.api_key_file)),
+            live.client(self.session),
             canaries,
             profile,
             level=level,

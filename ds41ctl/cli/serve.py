@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +17,9 @@ from ds41ctl.cli.planning import plan_of_serve, print_plan
 from ds41ctl.cli.session import Session, open_session
 from ds41ctl.cli.up import heading, serving
 from ds41ctl.core.errors import AlreadyRunningError
+
+if TYPE_CHECKING:
+    from ds41ctl.steps.serve import Serve
 
 app = group("Start the engine and wait until tokens flow.")
 
@@ -39,51 +43,59 @@ def serve(
 ) -> None:
     """Start the engine in a private tmux server and wait until it is proven ready."""
     session = open_session(profile, port=port, dspark=dspark)
-    if not (dry_run or print_unit or replace):
-        _refuse_taken(session)
-    from ds41ctl.adapters import running
-    from ds41ctl.steps import stop
-    from ds41ctl.steps.foreground import follow, held
-    from ds41ctl.steps.serve import Serve, refuse_second
-
     if dry_run:
         print_plan(plan_of_serve(session))
         return
     if print_unit:
         _print_unit(session)
         return
+    with contextlib.ExitStack() as stay:
+        with _alone(session, replace):
+            from ds41ctl.steps.foreground import follow, held
+            from ds41ctl.steps.serve import Serve
+
+            step = Serve(session.layout, session.profile_path, os.environ, foreground=foreground, alone=True)
+            if foreground:
+                stay.enter_context(held(session.layout, step))
+            _start(session, step, replace, strict, tuple(skip_check or ()))
+        serving(session)
+        if foreground:
+            follow(session.layout, step, cli.out.note)
+
+
+@contextlib.contextmanager
+def _alone(session: Session, replace: bool) -> Iterator[None]:
+    """One start at a time; another one, or a ready engine, is said before anything is looked at or even imported."""
+    from ds41ctl.adapters import files, running
+
+    layout = session.layout
+    with files.locked(layout.serve_lock, f"starting {layout.name}"):
+        record = running.read(layout.record_path)
+        if not replace and record is not None and record.ready_at and record.alive():
+            raise AlreadyRunningError(
+                f"{layout.name} is already running: pid {record.pid} on {record.url}",
+                hints=("ds41ctl status", "ds41ctl stop", "ds41ctl serve --replace"),
+            )
+        yield
+
+
+def _start(session: Session, step: Serve, replace: bool, strict: bool, skip: tuple[str, ...]) -> None:
+    from ds41ctl.adapters import running
+    from ds41ctl.steps import stop
+    from ds41ctl.steps.serve import refuse_second
+
     record = running.read(session.layout.record_path)
-    step = Serve(session.layout, session.profile_path, os.environ, foreground=foreground)
     if replace and record is not None:
         step.refuse_unfit()  # an engine that works is not ended for one that cannot start
         cli.out.progress(f"stopping {record.profile} (pid {record.pid})", force=True)
         stop.end(session.layout, record)
     under_way = refuse_second(session.layout) is not None
     cli.out.line(heading("serve", session))
-    with held(session.layout) if foreground else contextlib.nullcontext():
-        with runs.run(session, "serve") as runner:
-            if not under_way:  # its checks were made, and it holds the port by now
-                checks = runs.Preflight(session, stage="serve", strict=strict, skip=tuple(skip_check or ()))
-                runs.demand(runner, checks)
-            runner.step(step)
-            clocks.hold(runner, session, strict=strict)
-        serving(session)
-        if foreground:
-            follow(session.layout, step, cli.out.note)
-
-
-def _refuse_taken(session: Session) -> None:
-    """Another start holds the lock, or the engine is ready: said before anything is looked at, or even imported."""
-    from ds41ctl.adapters import files, running
-
-    layout = session.layout
-    with files.locked(layout.serve_lock, f"starting {layout.name}"):
-        record = running.read(layout.record_path)
-    if record is not None and record.ready_at and record.alive():
-        raise AlreadyRunningError(
-            f"{layout.name} is already running: pid {record.pid} on {record.url}",
-            hints=("ds41ctl status", "ds41ctl stop", "ds41ctl serve --replace"),
-        )
+    with runs.run(session, "serve") as runner:
+        if not under_way:  # its checks were made, and it holds the port by now
+            runs.demand(runner, runs.Preflight(session, stage="serve", strict=strict, skip=skip))
+        runner.step(step)
+        clocks.hold(runner, session, strict=strict)
 
 
 def _print_unit(session: Session) -> None:

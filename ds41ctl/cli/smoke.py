@@ -92,15 +92,14 @@ def _fidelity(
     session: Session, record: Path | None, reference: Path | None, texts: Path | None, windows: int, junit: Path | None
 ) -> None:
     """Record a reference, or compare the running engine with one."""
-    from ds41ctl.adapters import files, keyfile
-    from ds41ctl.adapters.http import EngineClient
+    from ds41ctl.adapters import files
     from smoke import fidelity
 
     if record is not None and reference is not None:
         raise typer.BadParameter("--record and --fidelity exclude each other")
     if texts is not None and not texts.is_dir():
         raise NotFoundError(f"no folder {texts}")
-    client = EngineClient(session.layout.url, keyfile.read(session.layout.api_key_file))
+    client = live.client(session)
 
     def progress(text: str) -> None:
         cli.out.progress(f"  {text}")

@@ -94,6 +94,7 @@ def _soak(
         record=known.record,
         store_dir=known.store_dir,
         confirmed=yes,
+        key=known.key,
     )
     folder = new_folder(session.dirs.state / "soak", session.profile.soak.keep)
     # the profile as it is now stays with the run, so that a report made later judges by the same criteria

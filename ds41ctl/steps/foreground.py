@@ -15,13 +15,13 @@ from ds41ctl.steps.serve import Serve
 
 
 @contextlib.contextmanager
-def held(layout: Layout) -> Iterator[None]:
-    """Whatever leaves this block by an exception (interrupt and termination too) ends the engine first."""
+def held(layout: Layout, step: Serve) -> Iterator[None]:
+    """Whatever leaves this block by an exception (interrupt and termination too) ends the engine `step` started."""
     try:
         yield
     except BaseException:
         record = running.read(layout.record_path)
-        if record is not None:
+        if record is not None and step.record is not None and record.marker == step.record.marker:
             stop.end(layout, record)
         raise
 

@@ -55,23 +55,30 @@ POLL_S = 0.25  # how often a start looks at the process: a death is named well w
 PROBE_EVERY_S = 1.0
 KEEP_LOGS = 10
 TAIL_LINES = 120
-LOCK_WAIT_S = 1.0
+LOCK_WAIT_S = 1.0  # a `serve` that finds a ready engine holds the lock for a moment
 LOG_LAG_S = 5.0
 LOG_QUIET_S = 0.5
 
 
 class Serve:
-    """Start the engine of a profile and wait until it is proven ready."""
+    """Start the engine of a profile and wait until it is proven ready. `alone`: the caller holds the lock of starts."""
 
     name = "serve"
 
     def __init__(
-        self, layout: Layout, profile_path: Path, environ: Mapping[str, str], *, foreground: bool = False
+        self,
+        layout: Layout,
+        profile_path: Path,
+        environ: Mapping[str, str],
+        *,
+        foreground: bool = False,
+        alone: bool = False,
     ) -> None:
         self.layout = layout
         self.profile_path = profile_path
         self.environ = environ
         self.foreground = foreground
+        self.alone = alone
         self.holder: Holder | None = None
         self.record: Running | None = None
 
@@ -103,33 +110,38 @@ class Serve:
     # ---- do
     def do(self, progress: Progress) -> None:
         """Start it. On any failure nothing of the engine is left running."""
-        # others only look at the lock for a moment before they give up
+        if self.alone:
+            self._do(progress)
+            return
         with files.locked(self.layout.serve_lock, f"starting {self.layout.name}", wait_s=LOCK_WAIT_S):
-            record = refuse_second(self.layout)
-            if record is not None:
-                progress(f"a start is under way (pid {record.pid}): waiting for it", {})
-                self.holder = holder_of(self.layout, record)
-            else:
-                self.refuse_unfit()
-                self._refuse_taken()
-                record = self._start(progress)
-            self.record = record
-            try:
-                self._wait(record, progress)
-            except KeyboardInterrupt:
-                if self.foreground:
-                    raise
-                raise DetachedError(
-                    "interrupted; the engine goes on starting in the background",
-                    hints=("ds41ctl up   # waits for it again", "ds41ctl stop"),
-                ) from None
-            except Ds41Error:
-                stop.end(self.layout, record)
+            self._do(progress)
+
+    def _do(self, progress: Progress) -> None:
+        record = refuse_second(self.layout)
+        if record is not None:
+            progress(f"a start is under way (pid {record.pid}): waiting for it", {})
+            self.holder = holder_of(self.layout, record)
+        else:
+            self.refuse_unfit()
+            self._refuse_taken()
+            record = self._start(progress)
+        self.record = record
+        try:
+            self._wait(record, progress)
+        except KeyboardInterrupt:
+            if self.foreground:
                 raise
-            family = [item.pid for item in proc.family(record.pid, record.marker, session=record.identity)]
-            shared = tuple(sorted(proc.segments(family)))
-            done = {"ready_at": _now(), "members": members(record), "segments": shared}
-            running.write(self.layout.record_path, record.model_copy(update=done))
+            raise DetachedError(
+                "interrupted; the engine goes on starting in the background",
+                hints=("ds41ctl up   # waits for it again", "ds41ctl stop"),
+            ) from None
+        except Ds41Error:
+            stop.end(self.layout, record)
+            raise
+        family = [item.pid for item in proc.family(record.pid, record.marker, session=record.identity)]
+        shared = tuple(sorted(proc.segments(family)))
+        done = {"ready_at": _now(), "members": members(record), "segments": shared}
+        running.write(self.layout.record_path, record.model_copy(update=done))
 
     def refuse_unfit(self) -> None:
         """What would cost minutes to find out later, or (before a replacement) the engine that runs now."""
@@ -270,6 +282,7 @@ class Serve:
         if not self.foreground:
             self.holder = TmuxHolder(self.layout.socket_path, identity or proc.Identity(pid, 0))
         record = record.model_copy(update={"pid": pid, "start_ticks": identity.start_ticks if identity else 0})
+        self.record = record  # an interrupt from here on has something to end
         running.write(self.layout.record_path, record)
         return record
 
