@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds41ctl.core.profile import Profile
+from ds41ctl.core.recipe import write
 from smoke.bench import Row
 
 BENCH_SCHEMA = 1
@@ -114,7 +114,7 @@ def markdown(document_: Mapping[str, Any], profile: Profile, compared: Sequence[
 
 
 def recipe(document_: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
-    """The unmarked points in the form of a published recipe's `performance` (seed 004)."""
+    """The profile as a published recipe (seed 004's form) with the unmarked points of a run."""
     points: list[dict[str, Any]] = []
     for row in document_["rows"]:
         if row["marks"] or row["value"] is None:
@@ -131,15 +131,9 @@ def recipe(document_: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
             notes = f"one stream while a prompt of {rest} tokens is read"
             point = {"context_len": int(rest), "decode_tok_s": row["value"], "concurrency": 1, "notes": notes}
         points.append(point)
-    best = {row["name"]: row["value"] for row in document_["rows"] if not row["marks"]}
-    notes = (
+    return write(
+        profile,
+        points,
         f"measured by ds41ctl bench: temperature 0, thinking off, {profile.bench.decode_tokens}-token cap, tokens by "
-        f"usage; profile {document_['profile_digest'][:12]}, engine {document_['engine_digest'][:12]}"
+        f"usage; profile {document_['profile_digest'][:12]}, engine {document_['engine_digest'][:12]}",
     )
-    metrics = {
-        "notes": notes,
-        "tok_s": best.get("decode.code.c1"),
-        "points": points,
-        "context_len": profile.serve.max_model_len,
-    }
-    return {"performance": [{"claimed_by": "submitter", "metrics": json.dumps(metrics, ensure_ascii=False)}]}

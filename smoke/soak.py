@@ -45,6 +45,7 @@ CANARY_S = 300.0  # bound of one round
 GRACE_S = 120.0  # for streams that are open when the time is over
 SETTLE_S = 10.0  # after the last stream ended, until an engine must be at rest
 LIFE_PAUSE_S = 1.0  # between two of the three looks at an engine that may be dead
+FAILED_PAUSE_S, LONGEST_PAUSE_S = 0.1, 15.0  # after failed requests in a row: 0.2 s, doubling
 QUEUE_FACTOR = 2.5  # of soak.stall_s: a first token may wait for a place in the batch and for its prompt
 _DEAD = (Fault.REFUSED, Fault.RESET, Fault.CUT)
 
@@ -139,7 +140,7 @@ class _Soak:
         self._prompts = Prompts(plan.seed)
         self._gate = asyncio.Event()
         self._over = False
-        self._sessions = self._silent = 0
+        self._sessions = self._silent = self._row = 0
         self._turns = self._failed = self._tokens = 0
         self._idle_kv: float | None = None
         self._metrics = EngineMetrics()
@@ -410,6 +411,9 @@ class _Soak:
         self._silent = self._silent + 1 if reading.outcome == "timeout" else 0
         if self._silent >= max(2, self._worker_count()):
             await self._require_token(reading.fault)
+        self._row = 0 if reading.outcome in ("ok", "cancelled") else self._row + 1
+        if self._row:  # an engine that refuses everything at once is not asked a thousand times a second for hours
+            await asyncio.sleep(min(FAILED_PAUSE_S * 2.0 ** min(self._row, 20), LONGEST_PAUSE_S))
         return reading
 
     def _note(self, kind: TurnKind, reading: Reading, sent: float, session: int, index: int) -> None:

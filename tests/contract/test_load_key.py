@@ -65,10 +65,10 @@ def test_the_key_an_engine_was_started_with_outranks_that_of_this_shell(session:
     identity = proc.identify(os.getpid())
     assert identity is not None
     record = running.Running(
-        profile="cpu-tiny", profile_path="x", profile_digest="", engine_digest="", boot_id=store.boot_id(), pid=identity.pid,
-        start_ticks=identity.start_ticks, marker="NO=match", host="127.0.0.1", port=session.layout.port,
-        served_name="x", argv=(), environment_sha256="", log="", socket="", spec="", started_at="",
-        api_key_file=str(started_with),
+        profile="cpu-tiny", profile_path="x", profile_digest="", engine_digest="", boot_id=store.boot_id(),
+        pid=identity.pid, start_ticks=identity.start_ticks, marker="NO=match", host="127.0.0.1",
+        port=session.layout.port, served_name="x", argv=(), environment_sha256="", log="", socket="",
+        spec="", started_at="", api_key_file=str(started_with),
     )  # fmt: skip
     running.write(session.layout.record_path, record)
     assert live.look(session, None).key == OTHER and live.client(session).key == OTHER

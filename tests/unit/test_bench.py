@@ -10,6 +10,7 @@ import pytest
 from ds41ctl.adapters.http import HttpFault
 from ds41ctl.adapters.metrics import EngineMetrics
 from ds41ctl.adapters.telemetry import GpuState, HostState
+from ds41ctl.core import recipe
 from ds41ctl.core.errors import ConfigError, Ds41Error
 from ds41ctl.core.profile import Profile
 from smoke import bench, bench_report
@@ -216,3 +217,5 @@ def test_a_recipe_holds_the_unmarked_points_only() -> None:
     metrics = json.loads(exported["performance"][0]["metrics"])
     assert metrics["tok_s"] == 150.0
     assert [point.get("decode_tok_s") or point.get("prefill_tok_s") for point in metrics["points"]] == [150.0, 2000.0]
+    assert exported["speeds"] == {"decode_tok_s": 150.0, "prefill_tok_s": 2000.0}
+    assert exported["config"] == recipe.write(profile())["config"], "the form of `profile export`"

@@ -70,9 +70,10 @@ def test_the_imported_profile_says_what_the_hand_written_one_says() -> None:
 def test_out_and_in_again_is_the_same_command() -> None:
     ours = profiles.read(profiles.find("cmp170hx-tp4"))
     tree = recipe.write(ours, [{"concurrency": 1, "decode_tok_s": 99.5}])
-    assert tree["perf_points"] == [{"concurrency": 1, "decode_tok_s": 99.5}]
+    assert tree["perf_points"] == [{"concurrency": 1, "decode_tok_s": 99.5, "claimed_by": "submitter"}]
+    assert tree["speeds"]["decode_tok_s"] == 99.5
     profile, _ = taken(json.loads(json.dumps(tree)))
-    assert argv_of(profile) == argv_of(ours)
+    assert argv_of(profile) == argv_of(ours) and profile.smoke.decode_tps_expected == 99.5
 
 
 @pytest.mark.parametrize("name", ["cpu-tiny", "v100-pp2tp4", "cmp170hx-tp4"])

@@ -140,6 +140,14 @@ def test_a_dead_engine_behind_a_living_server_is_a_fail_too() -> None:
     assert "soak.complete" in judge(trace, profile()).reasons
 
 
+def test_an_engine_that_refuses_everything_is_asked_ever_more_slowly_and_fails() -> None:
+    refused = whole(b'{"error": "no"}', status=500)
+    trace, _ = play(later(0.0, [refused], ("/v1/chat/completions",)), soak.Plan(seconds=3, streams=2, canary_s=60))
+    asked = [turn for turn in trace.turns if turn.outcome != "ok"]
+    assert 3 <= len(asked) < 40, "a second of it without a pause is hundreds"
+    assert "soak.errors" in judge(trace, profile()).reasons
+
+
 def test_silent_empty_answers_and_wrong_copies_fail() -> None:
     trace, _ = play(healthy(quirks={"decode": but(content="", completion_tokens=0, finish="stop")}), SHORT)
     assert "soak.silent-empty" in judge(trace, profile()).reasons

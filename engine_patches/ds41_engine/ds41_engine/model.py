@@ -299,7 +299,7 @@ class TextModel(Backbone):
                 "ds41: Engram layer %d: rank %d of %d reads rows [%d, %d) columns [%d, %d), %d rows proven",
                 layer, rank, ranks, *self.rows.span(layer), self.rows.first, self.rows.end, proven,
             )  # fmt: skip
-        logger.info("ds41: Engram gather: %s, store on %s", store.how, store.manifest.page_kind)
+        logger.info("ds41: Engram gather: %s; store: %s", store.how, store.manifest.page_kind)
 
     def use_exl3_kernel(self) -> None:
         """Build the EXL3 experts from what was loaded, prove the kernel on their formats and log what serves them."""
