@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SOURCES = ("gather.cpp", "disk.cpp", "exl3_encode.cpp", "exl3_moe.cpp", "mxfp4.cpp")
 STORE_SOURCES = ("gather.cpp",)  # what the builder and the verifier of the store need: a third of the compile time
-HEADERS = ("pool.h", "gather_loop.inc", "exl3_loops.inc")
+HEADERS = ("loops.h", "pool.h", "gather_loop.inc", "exl3_loops.inc")
 LIBRARY = "libds41_kernels.so"
 # no -march: the library must run on every processor of the platform, and chooses its loops when it is loaded;
 # no contraction: products and sums are fused where the source says so, so that all loops give the same bits

@@ -19,6 +19,7 @@
 #include <immintrin.h>
 #endif
 
+#include "loops.h"
 #include "pool.h"
 
 extern "C" {
@@ -460,14 +461,7 @@ extern "C" {
 // Name of the loops in use. `force` (for tests and benchmarks): "portable", "avx2", "avx512"; NULL changes nothing. NULL
 // is returned for loops that this build or processor does not have.
 const char* ds41_exl3_loops(const char* force) {
-  if (force) {
-    int found = -1;
-    for (int number = 0; number <= best_loops(); ++number)
-      if (!std::strcmp(kLoops[number].name, force)) found = number;
-    if (found < 0) return nullptr;
-    chosen_loops.store(found);
-  }
-  return kLoops[chosen_loops.load()].name;
+  return choose_loops(kLoops, best_loops(), chosen_loops, force);
 }
 
 // out[i][p] = the value of position p of tile i, by the loops in use.

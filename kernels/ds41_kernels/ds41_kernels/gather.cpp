@@ -18,6 +18,7 @@
 #include <immintrin.h>
 #endif
 
+#include "loops.h"
 #include "pool.h"
 
 using ds41::kRecord;
@@ -179,14 +180,7 @@ int ds41_abi() { return kAbi; }
 // Name of the gather loops in use. `force` (for tests and benchmarks): "portable", "avx2", "avx512"; NULL changes
 // nothing. NULL is returned for loops that this build or processor does not have.
 const char* ds41_loops(const char* force) {
-  if (force) {
-    int found = -1;
-    for (int number = 0; number <= best_loops(); ++number)
-      if (!std::strcmp(kLoops[number].name, force)) found = number;
-    if (found < 0) return nullptr;
-    chosen_loops.store(found);
-  }
-  return kLoops[chosen_loops.load()].name;
+  return choose_loops(kLoops, best_loops(), chosen_loops, force);
 }
 
 // `count` workers, the first of which is the calling thread itself (never pinned). cpus[i] -1 leaves worker i free.
