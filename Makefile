@@ -45,9 +45,9 @@ lint: $(BIN)/.dev
 PYTEST := $(BIN)/python -m pytest
 INSTALLS := tests/contract/test_engine_install.py
 
-# worksteal: a core that is through takes over what the other one still has to do
+# three for two cores: many tests wait for a clock; worksteal: who is through takes over what others still have to do
 test-fast: $(BIN)/.dev
-	$(PYTEST) -n 2 --dist worksteal tests/unit tests/contract --ignore $(INSTALLS)
+	$(PYTEST) -n 3 --dist worksteal tests/unit tests/contract --ignore $(INSTALLS)
 
 # a death at every system call that matters, one process each; and installs with the real venv and pip
 test-crash: $(BIN)/.dev
