@@ -197,7 +197,8 @@ def test_the_kill_matrix(ready: Cli, victim: str, moment: str) -> None:
     said = kill_case(ready, victim, moment)
     print(said)
     assert float(said.rsplit(" ", 2)[1]) < 2 * NAMED_S  # starting the command on a busy machine is part of it
-    assert ready("serve").code == 0
+    answer = ready("up")
+    assert answer.code == 0, answer.out + answer.err
     assert ready("stop").code == 0
 
 
