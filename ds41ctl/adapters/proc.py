@@ -265,21 +265,35 @@ def carries(pid: int, name: str) -> bool:
 
 
 # what Python's multiprocessing, torch and vLLM name their segments; an engine that was killed does not unlink them
-_SEGMENT = re.compile(r"/dev/shm/(?:psm_|sem\.mp-|torch_|vllm_dist_)[^\s/]+")  # noqa: S108
+_SHARED = Path("/dev/shm")  # noqa: S108 - where the kernel keeps POSIX shared memory, not a place for temporary files
+_SEGMENT = re.compile(r"(?:psm_|sem\.mp-|torch_|vllm_dist_)[^\s/]+")
+_MAPPED = re.compile(r"^\S+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) (\d+) +/dev/shm/", re.MULTILINE)
 
 
 def segments(of: Iterable[int]) -> set[str]:
-    """Shared-memory files that the processes map, by path."""
-    found: set[str] = set()
+    """Shared-memory files that the processes map, by path.
+
+    Found by device and inode: the C library makes a semaphore under another name and links it, so that its mapping
+    names a file that is gone.
+    """
+    mapped: set[tuple[int, int]] = set()
     for pid in of:
         with contextlib.suppress(OSError):
-            found.update(_SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
+            text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            mapped |= {(os.makedev(int(a, 16), int(b, 16)), int(inode)) for a, b, inode in _MAPPED.findall(text)}
+    found = set()
+    for path in _SHARED.glob("*") if mapped else ():
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if _SEGMENT.fullmatch(path.name) and (status.st_dev, status.st_ino) in mapped:
+                found.add(str(path))
     return found
 
 
 def unlink_segments(paths: Iterable[str]) -> None:
     """Remove those files that are ours and that no process maps any more."""
-    wanted = {path for path in paths if _SEGMENT.fullmatch(path) and Path(path).exists()}
+    given = {Path(path) for path in paths}
+    wanted = {str(path) for path in given if path.parent == _SHARED and _SEGMENT.fullmatch(path.name) and path.exists()}
     if not wanted:
         return
     wanted -= segments(pids())

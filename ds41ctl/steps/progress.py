@@ -32,9 +32,8 @@ class Stall:
         self._wrote = self._wrote or lines > self._lines
         self._lines = lines
 
-    def look(self, pid: int, marker: str, elapsed: float) -> None:
+    def look(self, family: list[int], elapsed: float) -> None:
         """Compare the engine's processes with the last look."""
-        family = [item.pid for item in proc.family(pid, marker)]
         now = proc.usage(family)
         before, self._seen = self._seen, now
         moved = self._wrote or before is None

@@ -136,12 +136,11 @@ class Serve:
                 hints=("ds41ctl up   # waits for it again", "ds41ctl stop"),
             ) from None
         except Ds41Error:
-            stop.end(self.layout, record)
+            stop.end(self.layout, self.record)
             raise
-        family = [item.pid for item in proc.family(record.pid, record.marker, session=record.identity)]
-        shared = tuple(sorted(proc.segments(family)))
-        done = {"ready_at": _now(), "members": members(record), "segments": shared}
-        running.write(self.layout.record_path, record.model_copy(update=done))
+        self._note_segments(_family(record))
+        done = {"ready_at": _now(), "members": members(record)}
+        running.write(self.layout.record_path, self.record.model_copy(update=done))
 
     def refuse_unfit(self) -> None:
         """What would cost minutes to find out later, or (before a replacement) the engine that runs now."""
@@ -364,11 +363,25 @@ class Serve:
                         self._read_up(log, scan)
                         self._prove(record, scan)
                         return
-                    watch.look(record.pid, record.marker, elapsed)
+                    family = _family(record)
+                    watch.look(family, elapsed)
+                    self._note_segments(family)
                 if watch.stalled(elapsed) or elapsed > serve.ready_timeout_s:
                     why = watch.why(elapsed) or f"was not ready after {serve.ready_timeout_s:.0f} s"
                     raise died(f"the engine {why} while {scan.phase}", scan, record.log)
                 time.sleep(POLL_S)
+
+    def _note_segments(self, family: list[int]) -> None:
+        """Write down the shared memory of the engine: what is killed does not unlink it, and then nobody maps it."""
+        record = self.record
+        assert record is not None  # noqa: S101 - set by _do
+        known = {*record.segments, *proc.segments(family)}
+        if known == set(record.segments):
+            return
+        self.record = record.model_copy(update={"segments": tuple(sorted(known))})
+        now = running.read(self.layout.record_path)
+        if now is not None and now.marker == record.marker:  # else `stop` has ended it in the meantime
+            running.write(self.layout.record_path, self.record)
 
     def _read_up(self, log: TextIO, scan: LogScan) -> None:
         """The rest of the log. A container's is copied by its runtime's client, which may lag behind the answer."""
@@ -436,7 +449,7 @@ class Serve:
         profile, folder = self.layout.profile, store.locate(self.layout)
         if not profile.engram.own_store or record.container:
             return True
-        ours = {item.pid for item in proc.family(record.pid, record.marker, session=record.identity)}
+        ours = set(_family(record))
         ranks, _ = parallel_sizes(record.argv)
         if not profile.engine.plugin:
             return len(ours & set(store.mapped_by(folder))) >= ranks
@@ -468,6 +481,10 @@ def holder_of(layout: Layout, record: Running) -> Holder:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _family(record: Running) -> list[int]:
+    return [item.pid for item in proc.family(record.pid, record.marker, session=record.identity)]
 
 
 def health(url: str) -> str:

@@ -116,6 +116,33 @@ time.sleep(60)
 """
 
 
+SEMAPHORE = """
+import multiprocessing, os, signal, time
+from multiprocessing import resource_tracker
+made = multiprocessing.get_context("spawn").Lock()
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+print(made._semlock.name, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_semaphore_is_found_though_its_mapping_names_a_file_that_is_gone(
+    children: list[subprocess.Popen[str]],
+) -> None:
+    holder = start(children, [sys.executable, "-c", SEMAPHORE])
+    assert holder.stdout is not None
+    name = Path(f"/dev/shm/sem.{holder.stdout.readline().strip().lstrip('/')}")
+    assert name.exists() and name.name not in Path(f"/proc/{holder.pid}/maps").read_text()
+    found = proc.segments([holder.pid])
+    assert found == {str(name)}
+    proc.unlink_segments(found)
+    assert name.exists(), "it is in use"
+    holder.kill()
+    holder.wait()
+    proc.unlink_segments(found)
+    assert not name.exists()
+
+
 def test_shared_memory_of_a_killed_process_is_removed_and_never_anothers(
     children: list[subprocess.Popen[str]],
 ) -> None:

@@ -48,6 +48,11 @@ def ready(cli: Cli) -> Cli:
     return cli
 
 
+def segments() -> set[Path]:
+    """Shared memory of this machine; empty unless DS41_TEST_ALONE=1, for other engines make segments as well."""
+    return set(Path("/dev/shm").iterdir()) if os.environ.get("DS41_TEST_ALONE") == "1" else set()
+
+
 def record_path(cli: Cli, profile: str = "cpu-tiny") -> Path:
     return cli.root / "state" / "running" / f"{profile}.json"
 
@@ -115,6 +120,7 @@ def kill_case(cli: Cli, victim: str, moment: str) -> str:
     profile = "cpu-tiny-tp2" if victim == "worker" else "cpu-tiny"
     at = ["--profile", profile]
     assert cli("engram", "build", *at).code == 0
+    shared = segments()
     with cli.start("serve", *at) as starting:
         pid = started(cli, profile)
         record = json.loads(record_path(cli, profile).read_text())
@@ -153,6 +159,7 @@ def kill_case(cli: Cli, victim: str, moment: str) -> str:
     answer = cli("stop", *at)
     assert answer.code == 0, answer.out + answer.err
     nothing_left(cli, pid, record)
+    assert segments() <= shared
     return f"{victim} at {moment}: {how} after {took:.1f} s"
 
 
@@ -207,7 +214,7 @@ def test_thirty_cycles_leave_nothing(ready: Cli) -> None:
     def mounts() -> list[str]:
         return [line for line in Path("/proc/mounts").read_text().splitlines() if str(ready.root) in line]
 
-    shared = set(Path("/dev/shm").iterdir())
+    shared = segments()
     before = len(mounts())
     for cycle in range(int(os.environ.get("CYCLES", "30"))):
         began = time.monotonic()
@@ -219,8 +226,7 @@ def test_thirty_cycles_leave_nothing(ready: Cli) -> None:
         nothing_left(ready, int(record["pid"]), record)
         print(f"cycle {cycle + 1}: {time.monotonic() - began:.0f} s", flush=True)
     assert len(mounts()) == before
-    if "DS41_TEST_ALONE" in os.environ:  # other engines of this machine make segments as well
-        assert set(Path("/dev/shm").iterdir()) <= shared
+    assert segments() <= shared
     assert subprocess.run(["pgrep", "-f", str(ready.root)], capture_output=True, check=False).stdout == b""
 
 
