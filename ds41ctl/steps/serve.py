@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import sys
@@ -57,6 +58,7 @@ KEEP_LOGS = 10
 TAIL_LINES = 120
 LOCK_WAIT_S = 1.0  # a `serve` that finds a ready engine holds the lock for a moment
 LOG_LAG_S = 5.0
+LAST_WORDS_S = 2.5  # from the end of a worker to that of the engine, which may say in its log what happened
 LOG_QUIET_S = 0.5
 
 
@@ -138,9 +140,8 @@ class Serve:
         except Ds41Error:
             stop.end(self.layout, self.record)
             raise
-        self._note_segments(_family(record))
-        done = {"ready_at": _now(), "members": members(record)}
-        running.write(self.layout.record_path, self.record.model_copy(update=done))
+        self._note(_family(self.record))
+        running.write(self.layout.record_path, self.record.model_copy(update={"ready_at": _now()}))
 
     def refuse_unfit(self) -> None:
         """What would cost minutes to find out later, or (before a replacement) the engine that runs now."""
@@ -333,7 +334,7 @@ class Serve:
         watch = Stall(serve.stall_timeout_s, gpus=bool(self.layout.profile.hardware.gpus))
         log = Path(record.log).open(encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below
         started = time.monotonic()
-        probe_at = 0.0
+        probe_at, lost_at = 0.0, math.inf
         assert self.holder is not None  # noqa: S101 - set by _launch
         with log:
             while True:
@@ -364,21 +365,31 @@ class Serve:
                         self._prove(record, scan)
                         return
                     family = _family(record)
-                    watch.look(family, elapsed)
-                    self._note_segments(family)
+                    watch.look([item.pid for item in family], elapsed)
+                    self._note(family)
+                    gone = self.record.gone() if self.record is not None else []
+                    lost_at = min(lost_at, elapsed) if gone else math.inf
+                    # the engine notices late (13 s were seen), and what killed its worker was no word of the log
+                    if elapsed > lost_at + LAST_WORDS_S:
+                        what = f"the engine's {gone[0].title} (pid {gone[0].pid}) ended"
+                        raise died(f"{what} after {lost_at:.0f} s while {scan.phase}", scan, record.log)
                 if watch.stalled(elapsed) or elapsed > serve.ready_timeout_s:
                     why = watch.why(elapsed) or f"was not ready after {serve.ready_timeout_s:.0f} s"
                     raise died(f"the engine {why} while {scan.phase}", scan, record.log)
                 time.sleep(POLL_S)
 
-    def _note_segments(self, family: list[int]) -> None:
-        """Write down the shared memory of the engine: what is killed does not unlink it, and then nobody maps it."""
+    def _note(self, family: list[proc.Identity]) -> None:
+        """Write down the engine's members, and its shared memory: what is killed does not unlink it, and then nobody
+        maps it."""
         record = self.record
         assert record is not None  # noqa: S101 - set by _do
-        known = {*record.segments, *proc.segments(family)}
-        if known == set(record.segments):
+        known = {item.pid for item in record.members}
+        new = tuple(item for item in members(record.pid, family) if item.pid not in known)
+        shared = {*record.segments, *proc.segments(item.pid for item in family)}
+        if not new and shared == set(record.segments):
             return
-        self.record = record.model_copy(update={"segments": tuple(sorted(known))})
+        update = {"members": record.members + new, "segments": tuple(sorted(shared))}
+        self.record = record.model_copy(update=update)
         now = running.read(self.layout.record_path)
         if now is not None and now.marker == record.marker:  # else `stop` has ended it in the meantime
             running.write(self.layout.record_path, self.record)
@@ -449,7 +460,7 @@ class Serve:
         profile, folder = self.layout.profile, store.locate(self.layout)
         if not profile.engram.own_store or record.container:
             return True
-        ours = set(_family(record))
+        ours = {item.pid for item in _family(record)}
         ranks, _ = parallel_sizes(record.argv)
         if not profile.engine.plugin:
             return len(ours & set(store.mapped_by(folder))) >= ranks
@@ -457,12 +468,12 @@ class Serve:
         return bool(users) and all(len(ours & pids) >= ranks for pids in users.values())
 
 
-def members(record: Running) -> tuple[Member, ...]:
+def members(first: int, family: list[proc.Identity]) -> tuple[Member, ...]:
     """The engine core and its workers: processes that have a title of their own and whose end is the engine's."""
     found = []
-    for item in proc.family(record.pid, record.marker, session=record.identity):
+    for item in family:
         title = proc.title(item.pid)
-        if item.pid != record.pid and title.startswith("VLLM::"):
+        if item.pid != first and title.startswith("VLLM::"):
             found.append(Member(pid=item.pid, start_ticks=item.start_ticks, title=title))
     return tuple(found)
 
@@ -483,8 +494,8 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _family(record: Running) -> list[int]:
-    return [item.pid for item in proc.family(record.pid, record.marker, session=record.identity)]
+def _family(record: Running) -> list[proc.Identity]:
+    return proc.family(record.pid, record.marker, session=record.identity)
 
 
 def health(url: str) -> str:

@@ -253,7 +253,8 @@ def watched(cli: Cli, profile: str, *until: str, timeout: float = 600) -> list[s
 
 def patient_for(cli: Cli, seconds: float) -> str:
     """cpu-tiny, but requests without a token for so long are stuck."""
-    path = cli.root / "local.toml"
+    path = cli.root / "patient" / "cpu-tiny.toml"
+    path.parent.mkdir(exist_ok=True)
     text = (Path(__file__).parents[2] / "profiles" / "cpu-tiny.toml").read_text()
     path.write_text(re.sub(r"^\[soak\]$", f"[soak]\nstall_s = {seconds}", text, flags=re.MULTILINE))
     return str(path)
