@@ -32,11 +32,17 @@ _MODE = re.compile(r"'cudagraph_mode': <CUDAGraphMode\.(\w+)|[Ss]etting cudagrap
 _CAPTURED = re.compile(r"Graph capturing finished")
 # lines an engine repeats while it waits: they are no progress
 _WAITING = re.compile(r"No available shared memory broadcast block|still waiting|Waiting for \d+ (?:local|remote)")
+# the engine has given up and ends, which it takes its time for (9 s of grace for workers that are alive)
+_GIVEN_UP = re.compile(
+    r"\[shutdown\] Executor: waiting for worker exit|Worker proc \S+ died unexpectedly"
+    r"|EngineCore failed to start|Engine core initialization failed"
+)
 _WINDOW = 400  # log lines a fingerprint is looked for in
 
 
 class LogScan:
-    """Reads a growing log piece by piece. `moved` counts the lines that say something new."""
+    """Reads a growing log piece by piece. `moved` counts the lines that say something new; `given_up`: the engine says
+    that it ends."""
 
     def __init__(self, required: Iterable[Marker], forbidden: Iterable[Marker]) -> None:
         self._required = tuple(required)
@@ -47,6 +53,7 @@ class LogScan:
         self.kv_pool_tokens: int | None = None
         self.cudagraph_mode = ""
         self.graphs_captured = False
+        self.given_up = False
         self.percent: int | None = None
         self.moved = 0
         self.lines: list[str] = []
@@ -76,6 +83,7 @@ class LogScan:
         for mode in _MODE.finditer(line):
             self.cudagraph_mode = mode[1] or mode[2]
         self.graphs_captured = self.graphs_captured or _CAPTURED.search(line) is not None
+        self.given_up = self.given_up or _GIVEN_UP.search(line) is not None
         for marker in (*self._required, *self._forbidden):
             if marker.text in line:
                 self._counts[marker.text] = self._counts.get(marker.text, 0) + 1

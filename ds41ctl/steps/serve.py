@@ -58,7 +58,8 @@ KEEP_LOGS = 10
 TAIL_LINES = 120
 LOCK_WAIT_S = 1.0  # a `serve` that finds a ready engine holds the lock for a moment
 LOG_LAG_S = 5.0
-LAST_WORDS_S = 2.5  # from the end of a worker to that of the engine, which may say in its log what happened
+LAST_WORDS_S = 2.0  # from the end of a worker to that of the engine, which may say in its log what happened
+FAILED_GRACE_S = 2.0  # SIGTERM to SIGKILL for an engine that served nobody yet: 13 s of its own grace were seen
 LOG_QUIET_S = 0.5
 
 
@@ -138,7 +139,7 @@ class Serve:
                 hints=("ds41ctl up   # waits for it again", "ds41ctl stop"),
             ) from None
         except Ds41Error:
-            stop.end(self.layout, self.record)
+            stop.end(self.layout, self.record, grace_s=FAILED_GRACE_S)
             raise
         self._note(_family(self.record))
         running.write(self.layout.record_path, self.record.model_copy(update={"ready_at": _now()}))
@@ -368,11 +369,10 @@ class Serve:
                     watch.look([item.pid for item in family], elapsed)
                     self._note(family)
                     gone = self.record.gone() if self.record is not None else []
-                    lost_at = min(lost_at, elapsed) if gone else math.inf
-                    # the engine notices late (13 s were seen), and what killed its worker was no word of the log
+                    lost_at = min(lost_at, elapsed) if gone or scan.given_up else math.inf
                     if elapsed > lost_at + LAST_WORDS_S:
-                        what = f"the engine's {gone[0].title} (pid {gone[0].pid}) ended"
-                        raise died(f"{what} after {lost_at:.0f} s while {scan.phase}", scan, record.log)
+                        what = f"engine's {gone[0].title} (pid {gone[0].pid}) ended" if gone else "engine gave up"
+                        raise died(f"the {what} after {lost_at:.0f} s while {scan.phase}", scan, record.log)
                 if watch.stalled(elapsed) or elapsed > serve.ready_timeout_s:
                     why = watch.why(elapsed) or f"was not ready after {serve.ready_timeout_s:.0f} s"
                     raise died(f"the engine {why} while {scan.phase}", scan, record.log)

@@ -27,8 +27,8 @@ class Stopped:
     was_alive: bool
 
 
-def end(layout: Layout, record: Running) -> Stopped:
-    """End a recorded engine, dead or alive, and forget it.
+def end(layout: Layout, record: Running, *, grace_s: float = GRACE_S) -> Stopped:
+    """End a recorded engine, dead or alive, and forget it. `grace_s`: from SIGTERM to SIGKILL of its first process.
 
     Raises FindingsError with the list when a process survives SIGKILL, the port stays in use by one of ours, a GPU
     keeps memory or a process of ours, a container cannot be removed, or a clock cannot be given back.
@@ -42,11 +42,12 @@ def end(layout: Layout, record: Running) -> Stopped:
     problems: list[str] = []
     if record.container and same_boot:
         family = proc.family(record.pid, record.marker, session=record.identity) if alive else family
-        problems += _end_container(record)
+        problems += _end_container(record, grace_s)
     else:
         # the first process ends its workers itself when it is asked; what is left after that is ended one by one
-        left += proc.terminate([item for item in family if item.pid == record.pid], grace=GRACE_S)
-        left += proc.terminate([item for item in family if item.pid != record.pid and item.alive()], grace=5.0)
+        left += proc.terminate([item for item in family if item.pid == record.pid], grace=grace_s)
+        others = [item for item in family if item.pid != record.pid and item.alive()]
+        left += proc.terminate(others, grace=min(5.0, grace_s))
     late = proc.family(0, record.marker, session=record.identity) if same_boot else []
     left += proc.terminate(late, grace=1.0)
     proc.unlink_segments(segments)
@@ -69,7 +70,7 @@ def end(layout: Layout, record: Running) -> Stopped:
     return Stopped(len(family), time.monotonic() - started, alive)
 
 
-def _end_container(record: Running) -> list[str]:
+def _end_container(record: Running, grace_s: float) -> list[str]:
     """Only the container that was started: by its id, or by its name when the start was cut off before it had one."""
     try:
         found = containers.state(record.runtime, record.container)
@@ -77,7 +78,7 @@ def _end_container(record: Running) -> list[str]:
             return []
         if found.id != record.container and not _later(found.created, record.started_at):
             return []  # an older container of that name is somebody else's
-        fault = containers.stop(record.runtime, found.id, GRACE_S)
+        fault = containers.stop(record.runtime, found.id, grace_s)
     except Ds41Error as error:
         return [error.message]
     return [fault] if fault else []

@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -235,18 +236,17 @@ def watched(cli: Cli, profile: str, *until: str, timeout: float = 600) -> list[s
     lines: list[str] = []
     waiting = list(until)
     with cli.start("status", "--profile", profile, "--watch", "--every", "1", "--restart", "1") as watch:
-        os.set_blocking(watch.stderr.fileno(), False)  # type: ignore[union-attr]
-        deadline, text = time.monotonic() + timeout, ""
-        while waiting and time.monotonic() < deadline and watch.poll() is None:
-            text += watch.stderr.read() or ""  # type: ignore[union-attr]
-            *whole, text = text.split("\n")
-            lines += whole
-            while waiting and any(waiting[0] in line for line in whole):
-                whole = whole[next(at for at, line in enumerate(whole) if waiting[0] in line) + 1 :]
+        assert watch.stderr is not None
+        limit = threading.Timer(timeout, watch.kill)
+        limit.start()
+        for line in watch.stderr:
+            lines.append(line.rstrip())
+            if waiting[0] in line:
                 waiting.pop(0)
-            time.sleep(0.1)
+            if not waiting:
+                break
+        limit.cancel()
         watch.send_signal(signal.SIGINT)
-        watch.wait(30)
     assert not waiting, (waiting, lines)
     return lines
 
