@@ -58,8 +58,8 @@ KEEP_LOGS = 10
 TAIL_LINES = 120
 LOCK_WAIT_S = 1.0  # a `serve` that finds a ready engine holds the lock for a moment
 LOG_LAG_S = 5.0
-LAST_WORDS_S = 2.0  # from the end of a worker to that of the engine, which may say in its log what happened
-FAILED_GRACE_S = 2.0  # SIGTERM to SIGKILL for an engine that served nobody yet: 13 s of its own grace were seen
+LAST_WORDS_S = 1.5  # from the end of a worker to that of the engine, which may say in its log what happened
+FAILED_GRACE_S = 1.0  # SIGTERM to SIGKILL for an engine that served nobody yet: 13 s of its own grace were seen
 LOG_QUIET_S = 0.5
 
 
@@ -383,12 +383,12 @@ class Serve:
         maps it."""
         record = self.record
         assert record is not None  # noqa: S101 - set by _do
-        known = {item.pid for item in record.members}
-        new = tuple(item for item in members(record.pid, family) if item.pid not in known)
+        # a worker's title tells its rank only some seconds after it began
+        known = {item.pid: item for item in (*record.members, *members(record.pid, family))}
         shared = {*record.segments, *proc.segments(item.pid for item in family)}
-        if not new and shared == set(record.segments):
+        update = {"members": tuple(known.values()), "segments": tuple(sorted(shared))}
+        if update == {"members": record.members, "segments": record.segments}:
             return
-        update = {"members": record.members + new, "segments": tuple(sorted(shared))}
         self.record = record.model_copy(update=update)
         now = running.read(self.layout.record_path)
         if now is not None and now.marker == record.marker:  # else `stop` has ended it in the meantime

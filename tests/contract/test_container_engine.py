@@ -177,7 +177,7 @@ def test_a_container_removed_behind_our_back_is_named(runtime: FakeRuntime, wher
     while not (runtime.held and (record := running.read(where.record_path)) and record.pid):
         time.sleep(0.05)
     began, pid = time.monotonic(), runtime.held[0]["pid"]
-    (runtime.root / "containers.json").write_text("{}")
+    runtime.remove_all()
     thread.join(30)
     os.kill(pid, 9)
     assert time.monotonic() - began < 5

@@ -50,7 +50,9 @@ def find(name):
 
 
 def keep():
-    books.write_text(json.dumps(held))
+    new = books.with_name(f"containers.{os.getpid()}")
+    new.write_text(json.dumps(held))
+    new.replace(books)  # another call may be reading
 
 
 if scene.get("down"):
@@ -216,7 +218,16 @@ class FakeRuntime:
     def add(self, name: str, created: str) -> None:
         """A container of somebody else."""
         item = {"Id": "f" * 64, "Name": name, "Created": created, "pid": 0, "Status": "exited"}
-        (self.root / "containers.json").write_text(json.dumps({item["Id"]: item}))
+        self._keep({item["Id"]: item})
+
+    def remove_all(self) -> None:
+        """As if somebody else had removed them; what ran in them goes on."""
+        self._keep({})
+
+    def _keep(self, held: dict[str, Any]) -> None:
+        new = self.root / "containers.new"
+        new.write_text(json.dumps(held))
+        new.replace(self.root / "containers.json")  # a call may be reading
 
     def end(self) -> None:
         """Kill what still runs."""
