@@ -141,8 +141,7 @@ class Serve:
         except Ds41Error:
             stop.end(self.layout, self.record, grace_s=FAILED_GRACE_S)
             raise
-        self._note(_family(self.record))
-        running.write(self.layout.record_path, self.record.model_copy(update={"ready_at": _now()}))
+        self._note(_family(record), ready_at=_now())
 
     def refuse_unfit(self) -> None:
         """What would cost minutes to find out later, or (before a replacement) the engine that runs now."""
@@ -378,7 +377,7 @@ class Serve:
                     raise died(f"the engine {why} while {scan.phase}", scan, record.log)
                 time.sleep(POLL_S)
 
-    def _note(self, family: list[proc.Identity]) -> None:
+    def _note(self, family: list[proc.Identity], *, ready_at: str = "") -> None:
         """Write down the engine's members, and its shared memory: what is killed does not unlink it, and then nobody
         maps it."""
         record = self.record
@@ -386,10 +385,10 @@ class Serve:
         # a worker's title tells its rank only some seconds after it began
         known = {item.pid: item for item in (*record.members, *members(record.pid, family))}
         shared = {*record.segments, *proc.segments(item.pid for item in family)}
-        update = {"members": tuple(known.values()), "segments": tuple(sorted(shared))}
-        if update == {"members": record.members, "segments": record.segments}:
-            return
+        update = {"members": tuple(known.values()), "segments": tuple(sorted(shared)), "ready_at": ready_at}
         self.record = record.model_copy(update=update)
+        if self.record == record:
+            return
         now = running.read(self.layout.record_path)
         if now is not None and now.marker == record.marker:  # else `stop` has ended it in the meantime
             running.write(self.layout.record_path, self.record)
