@@ -15,7 +15,7 @@ from ds41ctl.core.faults import fingerprint
 from ds41ctl.core.launch import RUN_MARKER
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.watch import Look, rate
-from ds41ctl.steps import serve
+from ds41ctl.steps import proof, serve
 
 RATE_S = 1.0  # between the two looks that give a rate
 
@@ -41,10 +41,10 @@ def collect(layout: Layout, *, before: tuple[float, float | None] | None = None)
         return {**tree, "state": "died", "left_behind": left, **death(layout, record)}
     gone = record.gone()
     if gone:
-        left = [proc.describe(item.pid) for item in proc.family(record.pid, record.marker, session=record.identity)]
+        left = [proc.describe(item.pid) for item in proof.family(record)]
         which = ", ".join(f"{item.title} (pid {item.pid})" for item in gone)
         return {**tree, "state": "died", "left_behind": left, **death(layout, record, f"{which} has ended")}
-    health = serve.health(record.url)
+    health = proof.health(record.url)
     if not record.ready_at:
         tree["state"] = "starting"
     else:
@@ -65,7 +65,7 @@ def _engram(layout: Layout, record: Running) -> str:
     folder = store.locate(layout)
     if record.container:
         return f"{folder}, mounted into the container"
-    family = {item.pid for item in proc.family(record.pid, record.marker, session=record.identity)}
+    family = {item.pid for item in proof.family(record)}
     mapped = len(family & set(store.mapped_by(folder)))
     return f"{folder}, mapped by {mapped} of {len(family)} processes"
 
@@ -102,7 +102,7 @@ def gpus(layout: Layout) -> list[dict[str, Any]]:
 def read_metrics(record: Running) -> metrics.EngineMetrics | None:
     """The engine's own counters now, None when it does not give them."""
     try:
-        reply = EngineClient(record.url, serve.key_of(record)).get("/metrics", Limits(connect_s=2, total_s=5))
+        reply = EngineClient(record.url, proof.key_of(record)).get("/metrics", Limits(connect_s=2, total_s=5))
     except HttpFault:
         return None
     return metrics.parse(reply.body.decode(errors="replace")) if reply.status == 200 else None
@@ -138,7 +138,7 @@ def look(layout: Layout) -> Look:
     if record is None or not record.alive() or record.gone():
         return Look(at, alive=False)
     found = read_metrics(record) if record.ready_at else None
-    answers = serve.health(record.url) == "ok" if record.ready_at else True
+    answers = proof.health(record.url) == "ok" if record.ready_at else True
     return Look(
         at,
         alive=True,

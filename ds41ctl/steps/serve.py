@@ -28,10 +28,8 @@ from ds41ctl.adapters import (
     tmux,
 )
 from ds41ctl.adapters import pane as pane_module
-from ds41ctl.adapters.http import EngineClient, HttpFault, Limits
 from ds41ctl.adapters.paths import private_dir
 from ds41ctl.adapters.running import Member, Running
-from ds41ctl.core.engram import parallel_sizes, rank_ranges, unproven_rank
 from ds41ctl.core.errors import (
     AlreadyRunningError,
     ConfigError,
@@ -47,7 +45,7 @@ from ds41ctl.core.launch import RUN_MARKER, Launch, launch
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.logscan import LogScan
 from ds41ctl.core.profile import option_value
-from ds41ctl.steps import engram, stop
+from ds41ctl.steps import proof, stop
 from ds41ctl.steps.holders import ChildHolder, ContainerHolder, Holder, TmuxHolder
 from ds41ctl.steps.progress import Stall
 from ds41ctl.steps.runner import Goal, Progress
@@ -55,7 +53,6 @@ from ds41ctl.steps.runner import Goal, Progress
 POLL_S = 0.25  # how often a start looks at the process: a death is named well within 5 s
 PROBE_EVERY_S = 1.0
 KEEP_LOGS = 10
-TAIL_LINES = 120
 LOCK_WAIT_S = 1.0  # a `serve` that finds a ready engine holds the lock for a moment
 LOG_LAG_S = 5.0
 LAST_WORDS_S = 1.5  # from the end of a worker to that of the engine, which may say in its log what happened
@@ -95,10 +92,10 @@ class Serve:
             return Goal(False, f"pid {record.pid} is still starting")
         for member in record.gone():
             return Goal(False, f"{member.title} (pid {member.pid}) has ended")
-        state = health(record.url)
+        state = proof.health(record.url)
         if state != "ok":
             return Goal(False, f"pid {record.pid} runs, but /health says {state}")
-        if not self._maps_store(record):
+        if not proof.maps_store(self.layout, record):
             raise IntegrityError(
                 f"the running engine (pid {record.pid}) does not map the Engram store as it is now: "
                 "the store was replaced since it started",
@@ -141,7 +138,7 @@ class Serve:
         except Ds41Error:
             stop.end(self.layout, self.record, grace_s=FAILED_GRACE_S)
             raise
-        self._note(_family(record), ready_at=_now())
+        self._note(proof.family(record), ready_at=_now())
 
     def refuse_unfit(self) -> None:
         """What would cost minutes to find out later, or (before a replacement) the engine that runs now."""
@@ -306,7 +303,7 @@ class Serve:
             running.forget(self.layout.record_path, record)
             raise EngineDiedError(
                 f"{tool} did not start the container: {known.meaning if known else said.splitlines()[-1][:200]}",
-                detail=said.splitlines()[-TAIL_LINES:],
+                detail=said.splitlines()[-proof.TAIL_LINES :],
                 hints=(known.fix,) if known and known.fix else (),
             )
         state = containers.state(tool, found)
@@ -347,34 +344,34 @@ class Serve:
                 watch.read(scan.moved)
                 elapsed = time.monotonic() - started
                 if ending is not None:
-                    raise died(
+                    raise proof.died(
                         f"the engine died after {elapsed:.0f} s while {scan.phase} ({ending})",
                         scan,
                         record.log,
                         ending,
                     )
-                _refuse_forbidden(scan, record.log)
+                proof.refuse_forbidden(scan, record.log)
                 progress(
                     f"{scan.phase}{scan.percent_text}, {elapsed:.0f} s",
                     {"phase": scan.phase, "percent": scan.percent, "elapsed_s": round(elapsed, 1)},
                 )
                 if elapsed >= probe_at:
                     probe_at = elapsed + PROBE_EVERY_S
-                    if health(record.url) == "ok":
+                    if proof.health(record.url) == "ok":
                         self._read_up(log, scan)
-                        self._prove(record, scan)
+                        proof.prove(self.layout, record, scan)
                         return
-                    family = _family(record)
+                    family = proof.family(record)
                     watch.look([item.pid for item in family], elapsed)
                     self._note(family)
                     gone = self.record.gone() if self.record is not None else []
                     lost_at = min(lost_at, elapsed) if gone or scan.given_up else math.inf
                     if elapsed > lost_at + LAST_WORDS_S:
                         what = f"engine's {gone[0].title} (pid {gone[0].pid}) ended" if gone else "engine gave up"
-                        raise died(f"the {what} after {lost_at:.0f} s while {scan.phase}", scan, record.log)
+                        raise proof.died(f"the {what} after {lost_at:.0f} s while {scan.phase}", scan, record.log)
                 if watch.stalled(elapsed) or elapsed > serve.ready_timeout_s:
                     why = watch.why(elapsed) or f"was not ready after {serve.ready_timeout_s:.0f} s"
-                    raise died(f"the engine {why} while {scan.phase}", scan, record.log)
+                    raise proof.died(f"the engine {why} while {scan.phase}", scan, record.log)
                 time.sleep(POLL_S)
 
     def _note(self, family: list[proc.Identity], *, ready_at: str = "") -> None:
@@ -406,66 +403,6 @@ class Serve:
                 return
             time.sleep(0.1)
 
-    def _prove(self, record: Running, scan: LogScan) -> None:
-        _refuse_forbidden(scan, record.log)
-        fault = first_token(record)
-        if fault:
-            scan.feed(Path(record.log).read_text(encoding="utf-8", errors="replace")[-20_000:])
-            raise died(f"/health says 200, but a one-token completion {fault}", scan, record.log)
-        missing = scan.missing()
-        if missing:
-            marker = missing[0]
-            raise unproven(
-                f"the engine answers, but its log lacks {marker.text!r}"
-                + (f" ({marker.count} times)" if marker.count > 1 else ""),
-                scan,
-                record.log,
-                marker.why,
-            )
-        serve = self.layout.profile.serve
-        fault = scan.kv_pool_fault(serve.kv_pool_tokens, serve.kv_pool_tolerance)
-        fault = fault or scan.graphs_fault(serve.cudagraph_mode)
-        if fault:
-            raise unproven(f"the engine answers, but {fault}", scan, record.log)
-        fault = self._unproven_rank(record)
-        if fault:
-            raise EngineDiedError(
-                f"the engine answers, but {fault}",
-                detail=("a rank that reads another rank's rows raises no error and spoils copies",),
-                hints=("ds41ctl engram verify", "ds41ctl logs"),
-            )
-        if not self._maps_store(record):
-            raise EngineDiedError(
-                f"the engine answers, but not every rank of it maps the Engram store in {store.locate(self.layout)}",
-                hints=("ds41ctl logs",),
-            )
-
-    def _unproven_rank(self, record: Running) -> str:
-        """'' when the log of our own engine says of every rank that it reads its own rows; else what is missing."""
-        profile = self.layout.profile
-        if not profile.engram.own_store or not profile.engine.plugin:
-            return ""
-        ranks, _ = parallel_sizes(record.argv)
-        wanted = rank_ranges(engram.pack_geometry(self.layout), ranks)
-        with Path(record.log).open(encoding="utf-8", errors="replace") as log:
-            return unproven_rank(log, wanted)
-
-    def _maps_store(self, record: Running) -> bool:
-        """True when the engine's ranks map the store (or the profile keeps none, or a container hides its processes).
-
-        Of our own engine every record file must be mapped by as many processes as there are tensor-parallel ranks: each
-        pipeline stage maps the tables of its own layers. Of another engine only the number of processes is known.
-        """
-        profile, folder = self.layout.profile, store.locate(self.layout)
-        if not profile.engram.own_store or record.container:
-            return True
-        ours = {item.pid for item in _family(record)}
-        ranks, _ = parallel_sizes(record.argv)
-        if not profile.engine.plugin:
-            return len(ours & set(store.mapped_by(folder))) >= ranks
-        users = store.file_users(folder)
-        return bool(users) and all(len(ours & pids) >= ranks for pids in users.values())
-
 
 def members(first: int, family: list[proc.Identity]) -> tuple[Member, ...]:
     """The engine core and its workers: processes that have a title of their own and whose end is the engine's."""
@@ -491,65 +428,6 @@ def holder_of(layout: Layout, record: Running) -> Holder:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _family(record: Running) -> list[proc.Identity]:
-    return proc.family(record.pid, record.marker, session=record.identity)
-
-
-def health(url: str) -> str:
-    """`ok`, an HTTP status, or what went wrong on the way."""
-    try:
-        reply = EngineClient(url).get("/health", Limits(connect_s=2, first_s=5, total_s=5))
-    except HttpFault as fault:
-        return str(fault.message)
-    return "ok" if reply.status == 200 else str(reply.status)
-
-
-def key_of(record: Running) -> str | None:
-    """The key a running engine was started with."""
-    return keyfile.read(Path(record.api_key_file)) if record.api_key_file else None
-
-
-def first_token(record: Running, timeout_s: float = 300) -> str:
-    """'' when the engine generates one token, else what it did instead (a dead engine may still say healthy)."""
-    body = {"model": record.served_name, "prompt": "1", "max_tokens": 1, "temperature": 0}
-    limits = Limits(first_s=timeout_s, total_s=timeout_s)
-    try:
-        reply = EngineClient(record.url, key_of(record)).post_json("/v1/completions", body, limits)
-        tokens = reply.ok_json().get("usage", {}).get("completion_tokens", 0)
-    except HttpFault as fault:
-        return f"failed: {fault.message}"
-    return "" if tokens == 1 else f"gave {tokens} tokens"
-
-
-def died(message: str, scan: LogScan, log: str, ending: str = "") -> EngineDiedError:
-    """The error of a failed start: what is known of the fault, then the log's last lines."""
-    known = scan.fingerprint(ending)
-    tail = [line for line in scan.lines if line.strip()][-TAIL_LINES:]
-    hints = [known.fix] if known and known.fix else []
-    meaning = known.meaning if known else "a fault that ds41ctl does not know; the lines below are all there is"
-    return EngineDiedError(
-        f"{message}: {meaning}",
-        detail=(f"last lines of {log}:", *(f"| {line[:200]}" for line in tail)),
-        hints=(*hints, "ds41ctl logs"),
-    )
-
-
-def _refuse_forbidden(scan: LogScan, log: str) -> None:
-    for marker in scan.seen_forbidden():
-        raise unproven(f"the engine's log holds what this profile forbids: {marker.text!r}", scan, log, marker.why)
-
-
-def unproven(message: str, scan: LogScan, log: str, why: str = "") -> EngineDiedError:
-    """The error of an engine that answers and is not what its profile says."""
-    tail = [line for line in scan.lines if line.strip()][-TAIL_LINES:]
-    said = (why,) if why else ()
-    return EngineDiedError(
-        message,
-        detail=(*said, f"last lines of {log}:", *(f"| {line[:200]}" for line in tail)),
-        hints=("ds41ctl logs",),
-    )
 
 
 def refuse_second(layout: Layout) -> Running | None:

@@ -11,7 +11,7 @@ from ds41ctl.adapters import running
 from ds41ctl.core.errors import Ds41Error
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.watch import Look, Restarts, State, Watch
-from ds41ctl.steps import live, serve, stop
+from ds41ctl.steps import live, proof, serve, stop
 
 EVERY_S = 2.0  # a death is named within this and the time of a look
 PROBE_S = 60.0  # C5: a one-token canary that is not answered in 60 s is no answer
@@ -49,7 +49,7 @@ class Watchdog:
             if self.watch.wants_probe(look):
                 record = running.read(self.layout.record_path)
                 if record is not None:
-                    state = self.watch.probed(serve.first_token(record, PROBE_S) == "")
+                    state = self.watch.probed(proof.first_token(record, PROBE_S) == "")
             yield state, look
             if state in BROKEN and not self._restarted(state, tell):
                 return

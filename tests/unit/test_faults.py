@@ -12,7 +12,7 @@ import pytest
 
 from ds41ctl.core.faults import ENDINGS, KNOWN, fingerprint
 from ds41ctl.core.logscan import LogScan
-from ds41ctl.steps.serve import died
+from ds41ctl.steps.proof import died
 
 LOGS = Path(__file__).parent.parent / "facts" / "engine-logs"
 RECONSTRUCTED = tomllib.loads((LOGS / "reconstructed.toml").read_text())["log"]
