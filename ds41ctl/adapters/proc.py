@@ -322,14 +322,21 @@ def describe(pid: int) -> str:
         return f"pid {pid}"
 
 
-def terminate(identities: Sequence[Identity], *, grace: float, poll: float = 0.1) -> list[Identity]:
-    """SIGTERM, wait up to `grace` seconds, SIGKILL; returns who is still alive 5 s after that."""
+def terminate(
+    identities: Sequence[Identity], *, grace: float, poll: float = 0.1, look: Callable[[], None] = lambda: None
+) -> list[Identity]:
+    """SIGTERM, wait up to `grace` seconds, SIGKILL; returns who is still alive 5 s after that.
+
+    `look` is called before each signal and every `poll` seconds in between.
+    """
+    look()
     _signal(identities, signal.SIGTERM)
-    alive = _wait_gone(identities, grace, poll)
+    alive = _wait_gone(identities, grace, poll, look)
     if not alive:
         return []
+    look()
     _signal(alive, signal.SIGKILL)
-    return _wait_gone(alive, 5.0, poll)
+    return _wait_gone(alive, 5.0, poll, look)
 
 
 def _signal(identities: Sequence[Identity], number: signal.Signals) -> None:
@@ -343,11 +350,12 @@ def _signal(identities: Sequence[Identity], number: signal.Signals) -> None:
                 continue
 
 
-def _wait_gone(identities: Sequence[Identity], seconds: float, poll: float) -> list[Identity]:
+def _wait_gone(identities: Sequence[Identity], seconds: float, poll: float, look: Callable[[], None]) -> list[Identity]:
     deadline = time.monotonic() + seconds
     alive = [identity for identity in identities if identity.alive()]
     while alive and time.monotonic() < deadline:
         time.sleep(poll)
+        look()
         alive = [identity for identity in alive if identity.alive()]
     return alive
 

@@ -37,17 +37,21 @@ def end(layout: Layout, record: Running, *, grace_s: float = GRACE_S) -> Stopped
     alive = record.alive()
     same_boot = _same_boot(record)
     family = proc.family(record.pid if alive else 0, record.marker, session=record.identity) if same_boot else []
-    segments = {*record.segments, *proc.segments(item.pid for item in family)} if same_boot else set()
+    segments = set(record.segments) if same_boot else set()
     left: list[proc.Identity] = []
     problems: list[str] = []
+
+    def look() -> None:  # an engine that is still starting makes shared memory until its last moment
+        segments.update(proc.segments(item.pid for item in family))
+
     if record.container and same_boot:
         family = proc.family(record.pid, record.marker, session=record.identity) if alive else family
         problems += _end_container(record, grace_s)
     else:
         # the first process ends its workers itself when it is asked; what is left after that is ended one by one
-        left += proc.terminate([item for item in family if item.pid == record.pid], grace=grace_s)
+        left += proc.terminate([item for item in family if item.pid == record.pid], grace=grace_s, look=look)
         others = [item for item in family if item.pid != record.pid and item.alive()]
-        left += proc.terminate(others, grace=min(5.0, grace_s))
+        left += proc.terminate(others, grace=min(5.0, grace_s), look=look)
     late = proc.family(0, record.marker, session=record.identity) if same_boot else []
     left += proc.terminate(late, grace=1.0)
     proc.unlink_segments(segments)

@@ -143,6 +143,34 @@ def test_a_semaphore_is_found_though_its_mapping_names_a_file_that_is_gone(
     assert not name.exists()
 
 
+LATE = """
+import multiprocessing, os, signal, time
+from multiprocessing import resource_tracker
+def late(number, frame):
+    global made
+    made = multiprocessing.get_context("spawn").Lock()
+    os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+    time.sleep(0.6)
+    os._exit(0)
+signal.signal(signal.SIGTERM, late)
+print("there", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_process_makes_after_it_was_asked_to_end_is_seen_too(children: list[subprocess.Popen[str]]) -> None:
+    child = start(children, [sys.executable, "-c", LATE])
+    assert child.stdout is not None and child.stdout.readline() == "there\n"
+    identity = proc.identify(child.pid)
+    assert identity is not None
+    found: set[str] = set()
+    left = proc.terminate([identity], grace=10, look=lambda: found.update(proc.segments([child.pid])))
+    assert left == [] and len(found) == 1 and Path(next(iter(found))).exists()
+    child.wait()
+    proc.unlink_segments(found)
+    assert not Path(next(iter(found))).exists()
+
+
 def test_shared_memory_of_a_killed_process_is_removed_and_never_anothers(
     children: list[subprocess.Popen[str]],
 ) -> None:
