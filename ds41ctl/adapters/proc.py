@@ -283,9 +283,11 @@ def segments(of: Iterable[int]) -> set[str]:
             mapped |= {(os.makedev(int(a, 16), int(b, 16)), int(inode)) for a, b, inode in _MAPPED.findall(text)}
     found = set()
     for path in _SHARED.glob("*") if mapped else ():
+        if not _SEGMENT.fullmatch(path.name):
+            continue
         with contextlib.suppress(OSError):
             status = path.lstat()
-            if _SEGMENT.fullmatch(path.name) and (status.st_dev, status.st_ino) in mapped:
+            if (status.st_dev, status.st_ino) in mapped:
                 found.add(str(path))
     return found
 
@@ -327,14 +329,13 @@ def terminate(
 ) -> list[Identity]:
     """SIGTERM, wait up to `grace` seconds, SIGKILL; returns who is still alive 5 s after that.
 
-    `look` is called before each signal and every `poll` seconds in between.
+    `look` is called before the first signal and every `poll` seconds from then on.
     """
     look()
     _signal(identities, signal.SIGTERM)
     alive = _wait_gone(identities, grace, poll, look)
     if not alive:
         return []
-    look()
     _signal(alive, signal.SIGKILL)
     return _wait_gone(alive, 5.0, poll, look)
 

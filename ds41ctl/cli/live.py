@@ -45,9 +45,10 @@ def client(session: Session) -> EngineClient:
 def _key(session: Session, record: Running | None) -> str | None:
     """The key of the recorded engine, whatever this shell's settings say; else that of the settings."""
     from ds41ctl.adapters import keyfile
+    from ds41ctl.steps import proof
 
-    started_with = record.api_key_file if record is not None else ""
-    return keyfile.read(Path(started_with) if started_with else session.layout.api_key_file)
+    started_with = proof.key_of(record) if record is not None else None
+    return started_with or keyfile.read(session.layout.api_key_file)
 
 
 def look(session: Session, target: str | None) -> Live:

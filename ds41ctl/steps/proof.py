@@ -117,12 +117,11 @@ def first_token(record: Running, timeout_s: float = 300) -> str:
 def died(message: str, scan: LogScan, log: str, ending: str = "") -> EngineDiedError:
     """The error of a failed start: what is known of the fault, then the log's last lines."""
     known = scan.fingerprint(ending)
-    tail = [line for line in scan.lines if line.strip()][-TAIL_LINES:]
     hints = [known.fix] if known and known.fix else []
     meaning = known.meaning if known else "a fault that ds41ctl does not know; the lines below are all there is"
     return EngineDiedError(
         f"{message}: {meaning}",
-        detail=(f"last lines of {log}:", *(f"| {line[:200]}" for line in tail)),
+        detail=_last_lines(scan, log),
         hints=(*hints, "ds41ctl logs"),
     )
 
@@ -135,10 +134,14 @@ def refuse_forbidden(scan: LogScan, log: str) -> None:
 
 def unproven(message: str, scan: LogScan, log: str, why: str = "") -> EngineDiedError:
     """The error of an engine that answers and is not what its profile says."""
-    tail = [line for line in scan.lines if line.strip()][-TAIL_LINES:]
     said = (why,) if why else ()
     return EngineDiedError(
         message,
-        detail=(*said, f"last lines of {log}:", *(f"| {line[:200]}" for line in tail)),
+        detail=(*said, *_last_lines(scan, log)),
         hints=("ds41ctl logs",),
     )
+
+
+def _last_lines(scan: LogScan, log: str) -> tuple[str, ...]:
+    tail = [line for line in scan.lines if line.strip()][-TAIL_LINES:]
+    return (f"last lines of {log}:", *(f"| {line[:200]}" for line in tail))

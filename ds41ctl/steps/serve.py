@@ -363,8 +363,7 @@ class Serve:
                         return
                     family = proof.family(record)
                     watch.look([item.pid for item in family], elapsed)
-                    self._note(family)
-                    gone = self.record.gone() if self.record is not None else []
+                    gone = self._note(family).gone()
                     lost_at = min(lost_at, elapsed) if gone or scan.given_up else math.inf
                     if elapsed > lost_at + LAST_WORDS_S:
                         what = f"engine's {gone[0].title} (pid {gone[0].pid}) ended" if gone else "engine gave up"
@@ -374,7 +373,7 @@ class Serve:
                     raise proof.died(f"the engine {why} while {scan.phase}", scan, record.log)
                 time.sleep(POLL_S)
 
-    def _note(self, family: list[proc.Identity], *, ready_at: str = "") -> None:
+    def _note(self, family: list[proc.Identity], *, ready_at: str = "") -> Running:
         """Write down the engine's members, and its shared memory: what is killed does not unlink it, and then nobody
         maps it."""
         record = self.record
@@ -384,11 +383,11 @@ class Serve:
         shared = {*record.segments, *proc.segments(item.pid for item in family)}
         update = {"members": tuple(known.values()), "segments": tuple(sorted(shared)), "ready_at": ready_at}
         self.record = record.model_copy(update=update)
-        if self.record == record:
-            return
-        now = running.read(self.layout.record_path)
-        if now is not None and now.marker == record.marker:  # else `stop` has ended it in the meantime
-            running.write(self.layout.record_path, self.record)
+        if self.record != record:
+            now = running.read(self.layout.record_path)
+            if now is not None and now.marker == record.marker:  # else `stop` has ended it in the meantime
+                running.write(self.layout.record_path, self.record)
+        return self.record
 
     def _read_up(self, log: TextIO, scan: LogScan) -> None:
         """The rest of the log. A container's is copied by its runtime's client, which may lag behind the answer."""

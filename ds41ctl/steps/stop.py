@@ -45,7 +45,6 @@ def end(layout: Layout, record: Running, *, grace_s: float = GRACE_S) -> Stopped
         segments.update(proc.segments(item.pid for item in family))
 
     if record.container and same_boot:
-        family = proc.family(record.pid, record.marker, session=record.identity) if alive else family
         problems += _end_container(record, grace_s)
     else:
         # the first process ends its workers itself when it is asked; what is left after that is ended one by one

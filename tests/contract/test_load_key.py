@@ -14,6 +14,7 @@ from ds41ctl.adapters.pack import recipe_folder
 from ds41ctl.cli import live
 from ds41ctl.cli.session import Session, open_session
 from smoke import bench, canaries
+from tests.fakes.profiles import without_speed
 from tests.fakes.sse_server import FakeEngine, Request, Script, ScriptedServer, whole
 
 KEY, OTHER = "k" * 40, "o" * 40
@@ -41,7 +42,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {
         "DS41_STATE_DIR": str(tmp_path / "state"),
         "DS41_DATA_DIR": str(tmp_path / "data"),
-        "DS41_PROFILE": "cpu-tiny",
+        "DS41_PROFILE": str(without_speed(tmp_path)),
         "DS41_API_KEY_FILE": str(key_file(tmp_path, KEY)),
     }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from ds41ctl.adapters.pack import recipe_folder
 from ds41ctl.adapters.tracefile import TraceFile
 from ds41ctl.core.errors import NoSpaceError
 from smoke import canaries
+from tests.fakes.profiles import without_speed
 from tests.fakes.sse_server import FakeEngine, ScriptedServer
 
 TINY = canaries.load(recipe_folder("tiny-v41"))
@@ -33,20 +33,8 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def lenient(tmp_path: Path) -> Path:
-    """cpu-tiny without criteria of speed: nine seconds on a busy machine are too short for them. Four streams, so that
-    there is something to compare even then."""
-    text = (ROOT / "profiles" / "cpu-tiny.toml").read_text()
-    for name, value in (
-        ("decode_retention_min", "0.01"),
-        ("decode_retention_warn", "0.01"),
-        ("ttft_ratio_max", "999.0"),
-        ("max_num_seqs", "4"),
-    ):
-        text = re.sub(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
-    text = text.replace('"--max-num-seqs", "2"', '"--max-num-seqs", "4"')
-    path = tmp_path / "cpu-tiny.toml"
-    path.write_text(text)
-    return path
+    """Nine seconds on a busy machine are too short for criteria of speed."""
+    return without_speed(tmp_path)
 
 
 def start(state: Path, *args: str, **env: str) -> subprocess.Popen[str]:

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from ds41ctl.core.profile import Profile
+
+PROFILES = Path(__file__).parents[2] / "profiles"
+
+
+def without_speed(folder: Path) -> Path:
+    """cpu-tiny without criteria of speed, in `folder`. Four streams, so that there is something to compare even in some
+    seconds on a busy machine."""
+    text = (PROFILES / "cpu-tiny.toml").read_text()
+    for name, value in (
+        ("decode_retention_min", "0.01"),
+        ("decode_retention_warn", "0.01"),
+        ("ttft_ratio_max", "999.0"),
+        ("max_num_seqs", "4"),
+    ):
+        text = re.sub(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
+    path = folder / "cpu-tiny.toml"
+    path.write_text(text.replace('"--max-num-seqs", "2"', '"--max-num-seqs", "4"'))
+    return path
 
 
 def least_profile(*, gpus: int = 2, **smoke_values: Any) -> Profile:
