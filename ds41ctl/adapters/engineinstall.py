@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -129,15 +130,37 @@ def _interpreter(layout: Layout) -> str:
                 "DS41_PYTHON=/path/to/venv/bin/python uses an engine you installed yourself",
             ),
         )
-    if not engine.python or engine.python == default_python():
+    version = engine.python or default_python()
+    if engine.system_packages:
+        return _with_torch(layout.name, version)
+    if version == default_python():
         return sys.executable
-    found = shutil.which(f"python{engine.python}")
+    found = shutil.which(f"python{version}")
     if found is None:
         raise UnsupportedError(
-            f"the engine of {layout.name} needs Python {engine.python}; there is no python{engine.python} on PATH",
-            hints=(f"sudo apt-get install python{engine.python} python{engine.python}-venv",),
+            f"the engine of {layout.name} needs Python {version}; there is no python{version} on PATH",
+            hints=(f"sudo apt-get install python{version} python{version}-venv",),
         )
     return found
+
+
+def _with_torch(name: str, version: str) -> str:
+    """The Python of that version whose packages the engine will see: the first that holds torch, so not an empty venv
+    of the CLI. Raises UnsupportedError with what was looked at."""
+    on_path = [
+        shutil.which(program, path=part) for part in os.get_exec_path() for program in (f"python{version}", "python3")
+    ]
+    candidates = dict.fromkeys([sys.executable, *(path for path in on_path if path)])
+    look = "import importlib.util, sys; print(*sys.version_info[:2], importlib.util.find_spec('torch') is not None)"
+    for path in candidates:
+        # -I: what lies in PYTHONPATH here is not there when the engine starts
+        if proc.run([path, "-I", "-c", look], timeout=60).stdout.split() == [*version.split("."), "True"]:
+            return path
+    raise UnsupportedError(
+        f"the engine of {name} takes CUDA libraries from a Python {version} that holds torch; "
+        f"none of these does: {', '.join(candidates)}",
+        hints=("put the machine's own Python with torch first in PATH",),
+    )
 
 
 def only_plugin_changed(layout: Layout, previous: dict[str, Any], made_from: dict[str, str]) -> bool:
@@ -156,6 +179,8 @@ def _packages(job: Job, folder: Path, python: str) -> None:
     job.progress(f"venv with Python {engine.python or default_python()}", {})
     options = ["--system-site-packages"] if engine.system_packages else []
     _pip([python, "-m", "venv", *options, str(venv)], job, "making the venv")
+    if engine.system_packages:
+        _see_venv(python, folder)
     pip = _pip_argv(folder)
     if job.folder is None:
         job.progress("pip with support for the lock's digests", {})
@@ -176,6 +201,16 @@ def _packages(job: Job, folder: Path, python: str) -> None:
         _pip([*pip, *_QUIET, *job.source, *lock], job, "the engine's packages")
     if engine.wheel:
         _engine_wheel(job, pip)
+
+
+def _see_venv(python: str, folder: Path) -> None:
+    """--system-site-packages shows what lies beside the interpreter itself; when that one is a venv's (as in images
+    with CUDA), the venv's own packages are shown by a path file."""
+    ask = "import json, site, sys; print(json.dumps(site.getsitepackages() if sys.prefix != sys.base_prefix else []))"
+    paths = json.loads(proc.run([python, "-I", "-c", ask], timeout=60).stdout or "[]")
+    if paths:
+        lines = [f"import site; site.addsitedir({path!r})" for path in paths]
+        (enginevenv.site_packages(folder) / "ds41_system_packages.pth").write_text("\n".join(lines) + "\n")
 
 
 def _engine_wheel(job: Job, pip: list[str]) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -266,7 +267,61 @@ def test_a_python_that_is_not_there_is_named(tmp_path: Path) -> None:
         install(made(tmp_path, python="3.99"), release(tmp_path))
 
 
+def test_an_engine_that_sees_a_machines_packages_is_made_with_the_python_that_holds_torch(
+    tmp_path: Path, bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an image with CUDA, whose Python is itself a venv; this test's own Python holds no torch."""
+    where = made(tmp_path, system_packages=True)
+    folder = release(tmp_path)
+    fake.lock(tmp_path / "lock", folder / "vllm-1.0-py3-none-any.whl")  # torch is the machine's
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        UnsupportedError, match=rf"Python {HERE} that holds torch; none of these does: .*{sys.executable}"
+    ):
+        install(where, folder)
+    image = tmp_path / "image"
+    shutil.copytree(bare, image, symlinks=True)
+    site = next((image / "lib").glob("python3*/site-packages"))
+    with zipfile.ZipFile(folder / "torch-9.1-py3-none-any.whl") as archive:
+        archive.extractall(site)
+    monkeypatch.setenv("PATH", f"{image}/bin")
+    install(where, folder)
+    code = "import torch, vllm; print(torch.__file__)"
+    assert proc.run([str(where.python), "-I", "-c", code], timeout=60).stdout.strip() == f"{site}/torch/__init__.py"
+    assert verify(where) == []
+
+
+def test_a_file_that_two_distributions_bring_is_whole_as_either_and_changed_as_neither(tmp_path: Path) -> None:
+    """pip keeps the later one's file and both records, as for build_backend.py of the GPU lock."""
+    where, folder = made(tmp_path), tmp_path / "wheels"
+    ours = [fake.torch(folder), fake.vllm(folder)]
+    for name, text in (("first", "x = 1\n"), ("second", "xyz = 22\n")):
+        ours.append(fake.wheel(folder, name, "1.0", {"build_backend.py": text}))
+    fake.lock(tmp_path / "lock", *ours)
+    install(where, folder)
+    shared = enginevenv.site_packages(where.engine_dir) / "build_backend.py"
+    for text, found in (
+        ("x = 1\n", []),
+        ("xyz = 22\n", []),
+        ("x = 2\n", ["build_backend.py was changed"]),
+        ("", ["build_backend.py has 0 bytes, expected 6 or 9"]),
+    ):
+        shared.write_text(text)
+        assert verify(where) == found
+
+
 # ---- source patches
+def test_every_committed_patch_is_one_diff_of_its_file_bound_to_two_digests() -> None:
+    found = [root.name for root in series.folder("").iterdir() if (root / "series.toml").is_file()]
+    assert "vllm-0.33.0" in found and set(found) <= {
+        profiles.read(profiles.find(n)).engine.name for n in profiles.names()
+    }
+    for patch in (patch for name in found for patch in series.load(series.folder(name))):
+        text = patch.diff.read_text()
+        assert text.startswith(f"--- a/{patch.file}\n+++ b/{patch.file}\n@@ ") and text.count("\n--- ") == 0
+        assert patch.before != patch.after and all(len(digest) == 64 for digest in (patch.before, patch.after))
+
+
 def one_patch(root: Path, before: str, after: str, target: str = "vllm/model.py") -> None:
     """A series of one patch."""
     root.mkdir(parents=True, exist_ok=True)
