@@ -274,7 +274,7 @@ def order(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
 
 
 def peer_copy(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
-    """A pattern copied between the GPUs of each group comes back unchanged."""
+    """A pattern copied between the GPUs of each group, and from stage to stage, comes back unchanged."""
     if profile.hardware.gpus < 2:
         return skip("fewer than two GPUs in this profile")
     expected = "every copied byte equal"

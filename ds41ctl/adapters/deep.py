@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 from ds41ctl.adapters import pack, peercopy, proc
@@ -68,9 +68,13 @@ def digests(layout: Layout) -> tuple[DigestFacts, ...]:
 
 
 def peer_copies(layout: Layout, environ: Mapping[str, str]) -> LoadFacts:
-    """A pattern copied between every pair of each group, in the engine's Python: ds41ctl itself stays off the cards."""
+    """A pattern copied between every pair of each group and from stage to stage, in the engine's Python: ds41ctl
+    itself stays off the cards."""
     groups = [group for _, group in layout.gpu_groups] or [tuple(range(layout.profile.hardware.gpus))]
-    pairs = [f"{a},{b}" for group in groups for a, b in combinations(group, 2)]
+    inside = [pair for group in groups for pair in combinations(group, 2)]
+    # a pipeline hands its hidden states from each rank of a stage to the same rank of the next
+    across = [pair for stage, following in pairwise(groups) for pair in zip(stage, following, strict=False)]
+    pairs = [f"{a},{b}" for a, b in (*inside, *across)]
     done = proc.run(
         [str(layout.python), "-I", str(Path(peercopy.__file__)), str(COPY_MIB), *pairs],
         timeout=COPY_TIMEOUT_S,

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ds41ctl.adapters import caches, clocks, containers, cuda, deep, kernel, peercopy, proc, smi
+from ds41ctl.adapters import caches, clocks, containers, cuda, deep, kernel, peercopy, proc, profiles, smi
 from ds41ctl.core.facts import ToolFacts
+from ds41ctl.core.layout import Dirs, layout
+from ds41ctl.core.settings import Settings
 from tests.contract.test_host import program, write
 from tests.facts.replay import FACTS
 
@@ -315,6 +317,23 @@ def test_the_copy_program_runs_alone_and_says_what_it_lacks() -> None:
     """No torch here: the program must end with Python's own words, which become the reason."""
     done = proc.run([sys.executable, "-I", str(Path(peercopy.__file__)), "1", "0,1"], timeout=30)
     assert done.returncode != 0 and "torch" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [
+        ("gpu-tiny-tp2", "0,1"),
+        ("gpu-tiny-pp2", "0,1"),
+        ("v100-pp2tp4", "0,1 0,2 0,3 1,2 1,3 2,3 4,5 4,6 4,7 5,6 5,7 6,7 0,4 1,5 2,6 3,7"),
+    ],
+)
+def test_copies_run_inside_each_group_and_from_stage_to_stage(tmp_path: Path, name: str, pairs: str) -> None:
+    program(tmp_path / "bin", "python", f'shift 3; echo "$*" > {tmp_path}/asked; echo "[]"')
+    dirs = Dirs(tmp_path / "data", tmp_path / "state", tmp_path / "cache", tmp_path / "run", os.getuid())
+    settings = Settings(python=tmp_path / "bin/python")
+    where = layout(profiles.read(profiles.find(name)), settings, dirs, may_mount=False)
+    assert deep.peer_copies(where, os.environ).problem == ""
+    assert (tmp_path / "asked").read_text().strip() == pairs
 
 
 # ---- sudo
