@@ -123,6 +123,25 @@ KNOWN: tuple[Known, ...] = (
         "the model cannot be cut this way over ranks",
         "tensor parallel 1, 2, 4 or 8; pipeline cut at layer 2, 8, 14 or 20",
     ),
+    # seen on two H200s with stock vLLM 0.33 and the tiny pack; vllm-project/vllm#54710 and #54711
+    _row(
+        "pipeline-layouts",
+        r"Workers disagree on supported KV cache layouts",
+        "the pipeline stages own other kinds of layers and find no common form of the KV cache",
+        "cut elsewhere (VLLM_PP_LAYER_PARTITION): a stage with sliding-window layers alone is too little",
+    ),
+    _row(
+        "pipeline-kv-group",
+        r"^.{0,80}group_id, group = next\(",
+        "a pipeline stage was given KV-cache tensors of layers that it does not own",
+        "ds41ctl engine install   # an engine of this name without our source patch, or cut elsewhere",
+    ),
+    _row(
+        "pipeline-replay",
+        r"assert residual is not None and post_mix is not None",
+        "a pipeline stage begins at the last layer that owns a KV cache: its window replay has no layer to run",
+        "add --no-swa-bounded-replay to serve.argv, or cut elsewhere",
+    ),
     _row(
         "drafter",
         r"does not support: .{0,40}speculative"
@@ -428,8 +447,9 @@ KNOWN: tuple[Known, ...] = (
     ),
     _row(
         "worker",
-        r"Worker proc .* died unexpectedly \(exit code: (?P<line>[^)]*)",
-        "a worker process died (exit code {line})",
+        # "exit code: None" when the engine asks before the kernel has it
+        r"Worker proc .* died unexpectedly(?: \((?P<line>exit code: -?\d+))?",
+        "a worker process died ({line})",
         "sudo dmesg | tail; ds41ctl logs -n 400",
     ),
     _row(

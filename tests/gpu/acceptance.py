@@ -1,4 +1,4 @@
-"""The acceptance of profile gpu-tiny on a real GPU, part by part (see README.md). Standard library only."""
+"""The acceptance of the gpu-tiny profiles on real GPUs, part by part (see README.md). Standard library only."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PROFILE = REPOSITORY / "profiles" / "gpu-tiny.toml"
 CORE, WORKER = "EngineCore", "Worker"
 
 
 class Run:
     """Folders, environment and results of one acceptance."""
 
-    def __init__(self, out: Path, site: Path | None, parallel: str, profile: Path) -> None:
+    def __init__(self, out: Path, site: Path | None, profile: Path) -> None:
         self.out = out
         self.out.mkdir(parents=True, exist_ok=True)
         self.work = Path("/tmp/ds41-acceptance")
@@ -42,7 +42,9 @@ class Run:
         if site is not None:
             self.env["DS41_PYTHON"] = str(wrapper(self.work / "engine" / "bin" / "python", site))
             plug_in(site)
-        self.profile = variant(self.work / profile.name, profile.read_text(), parallel)
+        # a copy: a part may change it
+        self.profile = Path(shutil.copy(profile, self.work / profile.name))
+        self.gpus = tomllib.loads(self.profile.read_text())["hardware"]["gpus"]
         self.skips: list[str] = []
 
     def cli(self, name: str, *args: str, timeout: float = 600, **env: str) -> tuple[int, dict[str, Any]]:
@@ -70,7 +72,8 @@ class Run:
         print(f"{'OK  ' if ok else 'FAIL'} {part}: {found}   {seconds:.1f} s", flush=True)
 
     def keep_logs(self, name: str) -> None:
-        for path in sorted((self.work / "state" / "logs").rglob("engine-*.log"))[-1:]:
+        logs = (self.work / "state" / "logs").rglob("engine-*.log")
+        for path in sorted(logs, key=lambda path: path.stat().st_mtime)[-1:]:
             shutil.copy(path, self.out / f"engine-{name}.log")
 
     def record(self) -> dict[str, Any]:
@@ -106,20 +109,6 @@ def plug_in(site: Path) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ds41-engine\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text("[vllm.general_plugins]\nds41_engine = ds41_engine:register\n")
     (info / "RECORD").write_text("")
-
-
-def variant(path: Path, text: str, parallel: str) -> Path:
-    """The profile for one or two GPUs."""
-    if parallel != "none":
-        size = "--tensor-parallel-size" if parallel == "tensor" else "--pipeline-parallel-size"
-        text = text.replace("gpus = 1", "gpus = 2").replace("a = [0]", "a = [0, 1]")
-        text = text.replace('"--max-model-len", "4096",', f'"--max-model-len", "4096", "{size}", "2",')
-        if parallel == "tensor":
-            text = text.replace(
-                '[[serve.required_markers]]\ntext = "ds41', '[[serve.required_markers]]\ncount = 2\ntext = "ds41'
-            )
-    path.write_text(text)
-    return path
 
 
 def used_mib() -> list[int]:
@@ -160,6 +149,16 @@ def failed_checks(run: Run, tree: dict[str, Any]) -> list[str]:
     return [item["id"] for item in findings if item.get("status") in ("fail", "crash")]
 
 
+def install(run: Run, wheels: Path) -> None:
+    at = ["--profile", str(run.profile)]
+    with part(run, "install", f"exit 0: the engine of the lock from {wheels}, proven to import") as tell:
+        code, tree = run.cli("install", "engine", "install", *at, "--wheels", str(wheels), timeout=420)
+        tell(f"exit {code} {message(tree)}", code == 0)
+    with part(run, "engine verify", "exit 0: every installed file as recorded") as tell:
+        code, tree = run.cli("verify", "engine", "verify", *at, timeout=120)
+        tell(f"exit {code} {message(tree)}", code == 0)
+
+
 def measure(run: Run) -> None:
     at = ["--profile", str(run.profile)]
     with part(run, "facts", "a record of this machine with its GPUs by UUID") as tell:
@@ -169,6 +168,12 @@ def measure(run: Run) -> None:
         code, tree = run.cli("preflight", "preflight", *at, timeout=120)
         run.skips = [word for name in failed_checks(run, tree) for word in ("--skip-check", name)]
         tell(failed_checks(run, tree) or f"exit {code}", code == 0)
+    if run.gpus > 1:
+        with part(run, "peer copy", "a pattern copied between the GPUs comes back unchanged") as tell:
+            code, tree = run.cli("peer-copy", "preflight", *at, "--level", "3", "--only", "gpu.peer-copy", timeout=120)
+            findings = (tree.get("data") or {}).get("findings") or []
+            found = {item["id"]: f"{item['status']}: {item['summary']}" for item in findings}
+            tell(found, code == 0 and "ok" in str(found.get("gpu.peer-copy")))
 
 
 def main_job(run: Run) -> None:
@@ -220,9 +225,9 @@ def children(root: int) -> dict[int, str]:
     return {pid: titles.get(pid, "") for pid in found}
 
 
-def kills(run: Run, parallel: str) -> None:
+def kills(run: Run) -> None:
     at = ["--profile", str(run.profile)]
-    for who in (CORE, *([WORKER] if parallel != "none" else [])):
+    for who in (CORE, *([WORKER] if run.gpus > 1 else [])):
         idle = used_mib()
         with part(run, f"serve before kill of {who}", "exit 0") as tell:
             code, tree = run.cli(f"serve-{who}", "serve", *at, *run.skips, timeout=420)
@@ -297,17 +302,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--site", type=Path, help="folder of an engine made by `pip install --target`")
-    parser.add_argument("--parallel", choices=("none", "tensor", "pipeline"), default="none")
-    parser.add_argument("--profile", type=Path, default=PROFILE, help="another profile, to try this script itself")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install the engine from first")
+    parser.add_argument("--profile", type=Path, default=REPOSITORY / "profiles" / "gpu-tiny.toml")
     parser.add_argument("--parts", default="measure,main,kills,engram")
     chosen = parser.parse_args()
-    run = Run(chosen.out.resolve(), chosen.site, chosen.parallel, chosen.profile)
+    run = Run(chosen.out.resolve(), chosen.site, chosen.profile)
     parts = {
         "measure": lambda: measure(run),
         "main": lambda: main_job(run),
-        "kills": lambda: kills(run, chosen.parallel),
+        "kills": lambda: kills(run),
         "engram": lambda: without_engram(run),
     }
+    if chosen.wheels is not None:
+        install(run, chosen.wheels)
     for name in chosen.parts.split(","):
         with part(run, f"part {name}", "runs to its end") as tell:
             parts[name]()

@@ -14,7 +14,16 @@ from ds41ctl.core.engram import sub_tables
 from ds41ctl.core.errors import ConfigError, NotFoundError
 from ds41ctl.core.profile import Profile, json_schema, parse_profile
 
-NAMES = ["cmp170hx-tp4", "cpu-tiny", "cpu-tiny-exl3", "cpu-tiny-tp2", "gpu-tiny", "v100-pp2tp4"]
+NAMES = [
+    "cmp170hx-tp4",
+    "cpu-tiny",
+    "cpu-tiny-exl3",
+    "cpu-tiny-tp2",
+    "gpu-tiny",
+    "gpu-tiny-pp2",
+    "gpu-tiny-tp2",
+    "v100-pp2tp4",
+]
 
 
 def read(name: str) -> Profile:
