@@ -48,14 +48,24 @@ def python(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
         )
     if profile.engine.kind != "venv" or (facts.engine is not None and facts.engine.installed):
         return ok(f"Python {system.python}", expected="3.11 or newer", found=system.python)
-    wanted = profile.engine.python
-    if wanted and _numbers(wanted)[:2] != own:
+    wanted, engine = profile.engine.python, facts.engine
+    if wanted and engine is not None and engine.maker_problem:
         return fail(
-            f"the engine's wheel needs Python {wanted}, ds41ctl runs on {system.python}",
+            engine.maker_problem,
+            expected=f"Python {wanted} that can make the engine's venv",
+            found="none",
+            fix=(*engine.maker_fix, f"uv tool install --python {wanted} ds41ctl"),
+            why="the engine is installed into a venv of its own, with the Python its wheels are for",
+        )
+    if wanted and _numbers(wanted)[:2] != own:
+        if engine is not None and engine.maker:
+            return ok(
+                f"Python {system.python}, {engine.maker} for the engine", expected=f"Python {wanted}", found=wanted
+            )
+        return unknown(
+            f"whether there is a Python {wanted} for the engine is not known (this is {system.python})",
             expected=f"Python {wanted}",
-            found=system.python,
-            fix=(f"uv tool install --python {wanted} ds41ctl",),
-            why="the engine's venv is made with the Python that runs ds41ctl",
+            fix=(f"python{wanted} --version",),
         )
     if not wanted and _runs_vllm_cpu(profile) and not VLLM_PYTHON[0] <= own < VLLM_PYTHON[1]:
         return fail(

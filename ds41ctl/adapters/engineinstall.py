@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ds41ctl.adapters import deep, enginevenv, files, generations, kernels, proc, series, wheels
+from ds41ctl.adapters import deep, enginepython, enginevenv, files, generations, kernels, proc, series, wheels
 from ds41ctl.adapters.enginevenv import Progress
 from ds41ctl.core.errors import IntegrityError, NetworkError, NoSpaceError, UnsupportedError
 from ds41ctl.core.launch import INHERITED
@@ -70,7 +69,8 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress, *, f
     is untouched then.
     """
     engine = layout.profile.engine
-    python = _interpreter(layout)
+    _installable(layout)
+    python = enginepython.find(layout)
     env = pip_environment(environ, from_folder)
     job = Job(layout, env, progress, from_folder)
     made_from = enginevenv.wanted(layout)
@@ -118,8 +118,8 @@ def install(layout: Layout, environ: Mapping[str, str], progress: Progress, *, f
     generations.prune(layout.engine_dir)
 
 
-def _interpreter(layout: Layout) -> str:
-    """The Python that the engine's wheels are for. Raises UnsupportedError with what is missing."""
+def _installable(layout: Layout) -> None:
+    """Raises UnsupportedError for an engine that nothing here says how to install."""
     engine = layout.profile.engine
     if engine.kind != "venv" or not (engine.lock or engine.wheel):
         raise UnsupportedError(
@@ -130,37 +130,6 @@ def _interpreter(layout: Layout) -> str:
                 "DS41_PYTHON=/path/to/venv/bin/python uses an engine you installed yourself",
             ),
         )
-    version = engine.python or default_python()
-    if engine.system_packages:
-        return _with_torch(layout.name, version)
-    if version == default_python():
-        return sys.executable
-    found = shutil.which(f"python{version}")
-    if found is None:
-        raise UnsupportedError(
-            f"the engine of {layout.name} needs Python {version}; there is no python{version} on PATH",
-            hints=(f"sudo apt-get install python{version} python{version}-venv",),
-        )
-    return found
-
-
-def _with_torch(name: str, version: str) -> str:
-    """The Python of that version whose packages the engine will see: the first that holds torch, so not an empty venv
-    of the CLI. Raises UnsupportedError with what was looked at."""
-    on_path = [
-        shutil.which(program, path=part) for part in os.get_exec_path() for program in (f"python{version}", "python3")
-    ]
-    candidates = dict.fromkeys([sys.executable, *(path for path in on_path if path)])
-    look = "import importlib.util, sys; print(*sys.version_info[:2], importlib.util.find_spec('torch') is not None)"
-    for path in candidates:
-        # -I: what lies in PYTHONPATH here is not there when the engine starts
-        if proc.run([path, "-I", "-c", look], timeout=60).stdout.split() == [*version.split("."), "True"]:
-            return path
-    raise UnsupportedError(
-        f"the engine of {name} takes CUDA libraries from a Python {version} that holds torch; "
-        f"none of these does: {', '.join(candidates)}",
-        hints=("put the machine's own Python with torch first in PATH",),
-    )
 
 
 def only_plugin_changed(layout: Layout, previous: dict[str, Any], made_from: dict[str, str]) -> bool:

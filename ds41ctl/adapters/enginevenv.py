@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ds41ctl.adapters import files, kernels, series
+from ds41ctl.adapters import enginepython, files, kernels, series
 from ds41ctl.core.errors import Ds41Error, IntegrityError
 from ds41ctl.core.facts import EngineFacts
 from ds41ctl.core.layout import Layout, default_python
@@ -140,6 +140,7 @@ def inspect(layout: Layout) -> EngineFacts:
             kind=kind,
             installed=False,
             problem="an install was interrupted" if half else "",
+            **_maker(layout),
         )
     return EngineFacts(
         dir=str(layout.engine_dir),
@@ -151,6 +152,13 @@ def inspect(layout: Layout) -> EngineFacts:
         drift=tuple(drift(layout, tree, every_file=False)),
         outdated=tuple(outdated(layout, tree)),
     )
+
+
+def _maker(layout: Layout) -> dict[str, Any]:
+    try:
+        return {"maker": enginepython.find(layout)}
+    except Ds41Error as error:
+        return {"maker_problem": error.message, "maker_fix": error.hints}
 
 
 def site_packages(folder: Path) -> Path:

@@ -332,7 +332,10 @@ class StoreFacts(_Facts):
 
 class EngineFacts(_Facts):
     """The installed engine. `drift` lists what differs from its manifest (somebody changed it), `outdated` how what it
-    was made from differs from what the profile wants now (an upgrade)."""
+    was made from differs from what the profile wants now (an upgrade).
+
+    `maker` is the Python that its venv would be made with, asked while there is none; else `maker_problem` and its fix.
+    """
 
     dir: str
     kind: str = ""
@@ -343,6 +346,9 @@ class EngineFacts(_Facts):
     drift: tuple[str, ...] = ()
     outdated: tuple[str, ...] = ()
     problem: str = ""
+    maker: str = ""
+    maker_problem: str = ""
+    maker_fix: tuple[str, ...] = ()
 
 
 class RunningFacts(_Facts):

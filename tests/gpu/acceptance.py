@@ -233,6 +233,8 @@ def kills(run: Run) -> None:
             code, tree = run.cli(f"serve-{who}", "serve", *at, *run.skips, timeout=420)
             run.keep_logs(f"kill-{who}")
             tell(f"exit {code} {message(tree)}", code == 0)
+        if code:
+            continue  # nothing runs that could be killed
         with part(run, f"kill -9 of {who}", "named by status within 5 s") as tell:
             family = children(run.record()["pid"])
             chosen = [pid for pid, title in family.items() if who in title]

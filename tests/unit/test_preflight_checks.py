@@ -300,13 +300,16 @@ def test_what_logout_would_end(
     assert ask("host.logout", tiny, facts).status == status
 
 
-def test_the_python_that_runs_the_cli_makes_the_engine_venv(v100: Profile, reserved: HostFacts) -> None:
+def test_the_engines_venv_is_made_with_the_python_its_wheels_are_for(v100: Profile, reserved: HostFacts) -> None:
     bare = changed(reserved, "engine", installed=False)
     assert ask("host.python", v100, bare, "up").status == Status.OK
     other = changed(bare, "system", python="3.11.9")
-    finding = ask("host.python", v100, other, "up")
-    assert finding.status == Status.FAIL
-    assert "3.12" in finding.fix[0]
+    assert ask("host.python", v100, other, "up").status == Status.UNKNOWN
+    found = ask("host.python", v100, changed(other, "engine", maker="/usr/bin/python3.12"), "up")
+    assert found.status == Status.OK and "/usr/bin/python3.12" in found.summary
+    missing = changed(other, "engine", maker_problem="there is no python3.12 on PATH", maker_fix=("apt-get",))
+    found = ask("host.python", v100, missing, "up")
+    assert found.status == Status.FAIL and found.fix == ("apt-get", "uv tool install --python 3.12 ds41ctl")
 
 
 def test_a_python_without_wheels_fails_before_the_install(tiny: Profile, ready: HostFacts) -> None:
