@@ -127,14 +127,14 @@ KNOWN: tuple[Known, ...] = (
     _row(
         "pipeline-layouts",
         r"Workers disagree on supported KV cache layouts",
-        "the pipeline stages own other kinds of layers and find no common form of the KV cache",
+        "the pipeline stages own different kinds of layers and find no common form of the KV cache",
         "cut elsewhere (VLLM_PP_LAYER_PARTITION): a stage with sliding-window layers alone is too little",
     ),
     _row(
         "pipeline-kv-group",
         r"^.{0,80}group_id, group = next\(",
         "a pipeline stage was given KV-cache tensors of layers that it does not own",
-        "ds41ctl engine install   # an engine of this name without our source patch, or cut elsewhere",
+        "ds41ctl engine install   # brings our source patch for it; or cut the pipeline elsewhere",
     ),
     _row(
         "pipeline-replay",

@@ -32,7 +32,7 @@ REAL: dict[str, tuple[str, str, str]] = {
     "gpu-tp2-core-killed": ("exit status 0", "engine-core", "core process died"),
     "gpu-tp2-worker-killed": ("exit status 0", "worker", "a worker process died"),
     "gpu-tp2-stripped": ("exit status 1", "plugin", "layers.1.engram.embed.weight"),
-    "gpu-pp2-layouts": ("exit status 1", "pipeline-layouts", "other kinds of layers"),
+    "gpu-pp2-layouts": ("exit status 1", "pipeline-layouts", "different kinds of layers"),
     "gpu-pp2-replay": ("exit status 1", "pipeline-replay", "last layer that owns a KV cache"),
     "gpu-pp2-kv-group": ("exit status 1", "pipeline-kv-group", "does not own"),
     "cpu-ready": ("", "", ""),
