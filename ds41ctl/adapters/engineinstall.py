@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import os
@@ -248,7 +247,7 @@ def _place(source: Path, site: Path) -> None:
     for path in sorted([*(site / package).rglob("*"), *info.iterdir()]):
         if path.is_file():
             data = path.read_bytes()
-            encoded = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            encoded = files.record_digest(hashlib.sha256(data).hexdigest())
             rows.append(f"{path.relative_to(site)},sha256={encoded},{len(data)}")
     (info / "RECORD").write_text("\n".join([*rows, f"{info.name}/RECORD,,"]) + "\n")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import hashlib
 import importlib.resources
@@ -198,13 +197,10 @@ def _changed_files(site: Path) -> list[str]:
         target = site / path
         if not target.is_file():
             found.append(f"{path} is gone")
-            continue
-        now = target.stat().st_size
-        if all(size and int(size) != now for _, size in rows):
-            found.append(f"{path} has {now} bytes, expected {' or '.join(size for _, size in rows)}")
-            continue
-        digest = base64.urlsafe_b64encode(bytes.fromhex(files.file_sha256(target))).rstrip(b"=").decode()
-        if digest not in (row[0] for row in rows):
+        elif all(size and target.stat().st_size != int(size) for _, size in rows):
+            expected = " or ".join(size for _, size in rows)
+            found.append(f"{path} has {target.stat().st_size} bytes, expected {expected}")
+        elif files.record_digest(files.file_sha256(target)) not in (digest for digest, _ in rows):
             found.append(f"{path} was changed")
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import hashlib
@@ -149,6 +150,11 @@ def file_digest(path: Path, *, git: bool = False, on_bytes: Callable[[int], None
 def file_sha256(path: Path) -> str:
     """sha256 of a file's bytes."""
     return file_digest(path).sha256
+
+
+def record_digest(sha256: str) -> str:
+    """A hexadecimal sha256 as the RECORD of a distribution writes it: URL-safe base64 without padding."""
+    return base64.urlsafe_b64encode(bytes.fromhex(sha256)).rstrip(b"=").decode()
 
 
 @contextlib.contextmanager

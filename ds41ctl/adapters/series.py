@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import hashlib
 import importlib.resources
@@ -108,7 +107,7 @@ def _record(site: Path, name: str, data: bytes) -> None:
         rows = list(csv.reader(io.StringIO(record.read_text(encoding="utf-8"))))
         if not any(row and row[0] == name for row in rows):
             continue
-        encoded = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        encoded = files.record_digest(hashlib.sha256(data).hexdigest())
         changed = [[name, f"sha256={encoded}", str(len(data))] if row and row[0] == name else row for row in rows]
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(changed)

@@ -144,9 +144,12 @@ def message(tree: dict[str, Any]) -> str:
     return str(error.get("message", ""))[:300]
 
 
-def failed_checks(run: Run, tree: dict[str, Any]) -> list[str]:
-    findings = (tree.get("data") or {}).get("findings") or []
-    return [item["id"] for item in findings if item.get("status") in ("fail", "crash")]
+def findings_of(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    return (tree.get("data") or {}).get("findings") or []
+
+
+def failed_checks(tree: dict[str, Any]) -> list[str]:
+    return [item["id"] for item in findings_of(tree) if item.get("status") in ("fail", "crash")]
 
 
 def install(run: Run, wheels: Path) -> None:
@@ -166,13 +169,12 @@ def measure(run: Run) -> None:
         tell(f"exit {code}", code == 0)
     with part(run, "preflight", "no check fails") as tell:
         code, tree = run.cli("preflight", "preflight", *at, timeout=120)
-        run.skips = [word for name in failed_checks(run, tree) for word in ("--skip-check", name)]
-        tell(failed_checks(run, tree) or f"exit {code}", code == 0)
+        run.skips = [word for name in failed_checks(tree) for word in ("--skip-check", name)]
+        tell(failed_checks(tree) or f"exit {code}", code == 0)
     if run.gpus > 1:
         with part(run, "peer copy", "a pattern copied between the GPUs comes back unchanged") as tell:
             code, tree = run.cli("peer-copy", "preflight", *at, "--level", "3", "--only", "gpu.peer-copy", timeout=120)
-            findings = (tree.get("data") or {}).get("findings") or []
-            found = {item["id"]: f"{item['status']}: {item['summary']}" for item in findings}
+            found = {item["id"]: f"{item['status']}: {item['summary']}" for item in findings_of(tree)}
             tell(found, code == 0 and "ok" in str(found.get("gpu.peer-copy")))
 
 
@@ -195,8 +197,7 @@ def main_job(run: Run) -> None:
         tell({"state": data.get("state"), "drift": data.get("drift"), "gpus": data.get("gpus")}, code == 0)
     with part(run, "smoke", "every test passes") as tell:
         code, tree = run.cli("smoke", "smoke", *at, timeout=240)
-        findings = (tree.get("data") or {}).get("findings") or []
-        tell({item["id"]: item["status"] for item in findings}, code == 0)
+        tell({item["id"]: item["status"] for item in findings_of(tree)}, code == 0)
     stop(run, "stop", idle)
 
 
@@ -293,8 +294,7 @@ def without_engram(run: Run) -> None:
         code, tree = run.cli("stripped-serve", "serve", *at, *skips, timeout=300)
         run.keep_logs("stripped-served")
         code, tree = run.cli("stripped-smoke", "smoke", *at, timeout=240)
-        findings = (tree.get("data") or {}).get("findings") or []
-        copy = next((item for item in findings if item["id"] == "smoke.copy"), {})
+        copy = next((item for item in findings_of(tree) if item["id"] == "smoke.copy"), {})
         tell(f"exit {code}, {copy.get('status')}: {copy.get('why')}", code == 1 and "Engram" in str(copy.get("why")))
     run.cli("stripped-stop", "stop", *at, timeout=150)
 
