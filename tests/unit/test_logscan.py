@@ -30,6 +30,18 @@ def test_a_good_start_ends_in_the_phase_answering_with_no_fingerprint_of_death()
     assert scan.phase == "answering" and scan.fingerprint() is None
 
 
+def test_each_phase_of_a_start_on_gpus_is_told_so_no_long_compile_looks_like_loading_weights() -> None:
+    scan, told = LogScan((), ()), []
+    for line in log("gpu-pp2-ready").splitlines(keepends=True):
+        scan.feed(line)
+        if scan.phase not in told[-1:]:
+            told.append(scan.phase)
+    assert told == [
+        *("importing", "configuring", "starting workers", "Engram", "loading weights", "KV profile"),
+        *("compiling", "capturing graphs", "warming up", "starting API", "answering"),
+    ]
+
+
 def test_death_in_graph_capture_is_named() -> None:
     found = scanned(log("gpu-graphs")).fingerprint()
     assert found is not None and found.name == "indexer"

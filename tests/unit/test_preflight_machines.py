@@ -291,6 +291,12 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "env.inherited": "warn",
         },
     },
+    "h200-2x-gpu-tiny-pp2": {
+        "up": {
+            "host.limits": "warn",
+            "env.inherited": "warn",
+        },
+    },
 }
 CASES = [(name, stage) for name, stages in EXPECTED.items() for stage in stages]
 
