@@ -6,6 +6,7 @@ import math
 import re
 
 from ds41ctl.core.facts import HostFacts
+from ds41ctl.core.packages import venv_names
 from ds41ctl.core.profile import Profile
 from preflight import need
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
@@ -86,7 +87,7 @@ def python(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
             f"Python {maker} cannot make a venv: ensurepip is missing",
             expected="module ensurepip",
             found="not there",
-            fix=(install(f"python{maker}-venv", system),),
+            fix=(install(f"python{maker}-venv", system, venv_names(maker)),),
             why="the engine is installed into a venv of its own",
         )
     return ok(f"Python {system.python}, can make a venv", expected="3.11 or newer", found=system.python)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ds41ctl.core import packages
 from ds41ctl.core.facts import SystemFacts
 from ds41ctl.core.profile import Profile
 
@@ -37,24 +38,6 @@ def as_root(line: str, system: SystemFacts) -> str:
     return line if system.root else f"sudo {line}"
 
 
-_INSTALLERS = {
-    "debian": "apt-get install -y",
-    "ubuntu": "apt-get install -y",
-    "fedora": "dnf install -y",
-    "rhel": "dnf install -y",
-    "centos": "dnf install -y",
-    "arch": "pacman -S --noconfirm",
-    "alpine": "apk add",
-    "suse": "zypper install -y",
-    "opensuse": "zypper install -y",
-    "gentoo": "emerge",
-}
-
-
 def install(package: str, system: SystemFacts, names: Mapping[str, str] = MappingProxyType({})) -> str:
     """The line that installs `package` on this distribution; `names` gives its name where it differs."""
-    for distribution in system.os_ids:
-        installer = _INSTALLERS.get(distribution)
-        if installer is not None:
-            return as_root(f"{installer} {names.get(distribution, package)}", system)
-    return f"install {package} with this distribution's package manager"
+    return packages.install(package, system.os_ids, root=system.root, names=names)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds41ctl.adapters import proc
+from ds41ctl.adapters import distro, proc
 from ds41ctl.adapters.textfile import text
 from ds41ctl.core.errors import UnsupportedError
 from ds41ctl.core.facts import CdiSpec, ContainerFacts, ToolFacts
@@ -179,7 +179,7 @@ def need_client() -> str:
     """As `client`. Raises UnsupportedError without one."""
     found = client()
     if not found:
-        raise UnsupportedError("neither docker nor podman is installed", hints=("sudo apt-get install podman",))
+        raise UnsupportedError("neither docker nor podman is installed", hints=(distro.install_line("podman"),))
     return found
 
 

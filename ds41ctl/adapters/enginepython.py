@@ -6,9 +6,10 @@ import os
 import shutil
 import sys
 
-from ds41ctl.adapters import proc
+from ds41ctl.adapters import distro, proc
 from ds41ctl.core.errors import UnsupportedError
 from ds41ctl.core.layout import Layout, default_python
+from ds41ctl.core.packages import venv_names
 
 TIMEOUT_S = 60
 _LOOK = (
@@ -32,7 +33,7 @@ def find(layout: Layout) -> str:
     able = [path for path in fit if found[path][0]]
     if able:
         return able[0]
-    package = f"sudo apt-get install python{version}-venv"
+    package = distro.install_line(f"python{version}-venv", venv_names(version))
     if fit:
         raise UnsupportedError(f"{fit[0]} cannot make a venv: ensurepip is missing", hints=(package,))
     if found:

@@ -19,7 +19,7 @@ from typing import Literal
 
 import psutil
 
-from ds41ctl.adapters import caches, containers, cuda, kernel, mounts, nvml, proc, smi
+from ds41ctl.adapters import caches, containers, cuda, distro, kernel, mounts, nvml, proc, smi
 from ds41ctl.adapters.textfile import integer as _integer
 from ds41ctl.adapters.textfile import line as _line
 from ds41ctl.adapters.textfile import numbered as _numbered
@@ -212,7 +212,7 @@ def _other_engines() -> tuple[ProcessRef, ...]:
 
 
 def _system(root: Path, environ: Mapping[str, str]) -> SystemFacts:
-    release = _os_release(root)
+    release = distro.os_release(root)
     model, flags = _cpu(root)
     uid = os.geteuid()
     governors, available = kernel.governors(root)
@@ -222,7 +222,7 @@ def _system(root: Path, environ: Mapping[str, str]) -> SystemFacts:
         kernel=_line(root / "proc/sys/kernel/osrelease"),
         machine=os.uname().machine,
         os_name=release.get("PRETTY_NAME", ""),
-        os_ids=tuple(f"{release.get('ID', '')} {release.get('ID_LIKE', '')}".split()),
+        os_ids=distro.os_ids(root),
         libc=_libc(root),
         boot_id=_line(root / "proc/sys/kernel/random/boot_id"),
         cpus=len(os.sched_getaffinity(0)),
@@ -249,12 +249,6 @@ def _user() -> str:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return ""
-
-
-def _os_release(root: Path) -> dict[str, str]:
-    text = _text(root / "etc/os-release") or _text(root / "usr/lib/os-release") or ""
-    pairs = (line.partition("=") for line in text.splitlines() if "=" in line and not line.startswith("#"))
-    return {name.strip(): value.strip().strip("\"'") for name, _, value in pairs}
 
 
 def _libc(root: Path) -> str:

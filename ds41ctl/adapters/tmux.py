@@ -11,13 +11,12 @@ from pathlib import Path
 
 import libtmux
 
-from ds41ctl.adapters import files, proc
+from ds41ctl.adapters import distro, files, proc
 from ds41ctl.adapters.paths import private_dir
 from ds41ctl.core.errors import Ds41Error, UnsupportedError
 
 # remain-on-exit keeps the dead pane, so that its exit status or signal can still be read
 CONFIG = "set -g remain-on-exit on\nset -g history-limit 5000\nset -g status-left-length 40\n"
-INSTALL_HINT = "sudo apt-get install tmux   (Fedora: sudo dnf install tmux)"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,9 @@ def start(socket: Path, session: str, argv: Sequence[str]) -> Pane:
         server = libtmux.Server(socket_path=str(socket), config_file=str(config))
         server.new_session(session_name=session, window_command=shlex.join(argv), x=200, y=50)
     except libtmux.exc.TmuxCommandNotFound:
-        raise UnsupportedError("tmux is not installed (3.2a or newer is needed)", hints=(INSTALL_HINT,)) from None
+        raise UnsupportedError(
+            "tmux is not installed (3.2a or newer is needed)", hints=(distro.install_line("tmux"),)
+        ) from None
     except libtmux.exc.LibTmuxException as error:
         raise Ds41Error(f"tmux would not start the session: {error}") from None
     pane = read(socket)

@@ -14,7 +14,6 @@ from ds41ctl import cli
 from ds41ctl.cli import live, options
 from ds41ctl.cli.app import group
 from ds41ctl.cli.session import Session, open_running
-from ds41ctl.core.errors import NotFoundError
 from ds41ctl.core.exits import Exit
 
 if TYPE_CHECKING:
@@ -68,14 +67,8 @@ def _bench(
     from ds41ctl.adapters import files
     from ds41ctl.adapters.journal import new_folder
     from smoke import bench, bench_report
-    from smoke.load import require_confirmed
 
-    known = live.look(session, target)
-    if known.record is None and target is None:
-        raise NotFoundError(
-            f"{session.profile.name} is not running", hints=("ds41ctl up", "another engine: --target URL")
-        )
-    require_confirmed(known.url, yes)
+    known = live.to_load(session, target, confirmed=yes)
     engine = bench.Target(
         url=known.url, profile=session.profile, record=known.record, drift=known.drift, confirmed=yes, key=known.key
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds41ctl.cli.session import Session
-from ds41ctl.core.errors import LockedError
+from ds41ctl.core.errors import LockedError, NotFoundError
 
 if TYPE_CHECKING:
     from ds41ctl.adapters.http import EngineClient
@@ -77,6 +77,23 @@ def look(session: Session, target: str | None) -> Live:
         # a key of this machine is not sent to another one
         key=_key(session, record) if record is not None or is_loopback(url) else None,
     )
+
+
+def to_load(session: Session, target: str | None, *, confirmed: bool) -> Live:
+    """`look` at an engine that is to be put under load.
+
+    Raises NotFoundError when this profile's engine is to be and does not run, ConfigError for another machine's
+    without `confirmed`.
+    """
+    from smoke.load import require_confirmed
+
+    known = look(session, target)
+    if known.record is None and target is None:
+        raise NotFoundError(
+            f"{session.profile.name} is not running", hints=("ds41ctl up", "another engine: --target URL")
+        )
+    require_confirmed(known.url, confirmed)
+    return known
 
 
 def machine_digest(session: Session) -> str:

@@ -76,17 +76,11 @@ def _soak(
     from ds41ctl.adapters.journal import new_folder
     from ds41ctl.adapters.tracefile import TraceFile
     from smoke import soak
-    from smoke.load import require_confirmed
     from smoke.trace import Start, collect, line
 
     seed = secrets.randbits(31)
     plan = soak.Plan.of(session.profile, minutes=minutes, mode=_mode(mode), seed=seed)
-    known = live.look(session, target)
-    if known.record is None and target is None:
-        raise NotFoundError(
-            f"{session.profile.name} is not running", hints=("ds41ctl up", "another engine: --target URL")
-        )
-    require_confirmed(known.url, yes)
+    known = live.to_load(session, target, confirmed=yes)
     engine = soak.Target(
         url=known.url,
         profile=session.profile,

@@ -229,7 +229,7 @@ KNOWN: tuple[Known, ...] = (
         r"Failed to find C compiler|Python\.h: No such file|(?:gcc|g\+\+|cc|c\+\+): (?:command )?not found"
         r"|No such file or directory: '(?:gcc|g\+\+|c\+\+)'",
         "no C++ compiler (or no Python headers), and kernels compile at the first start",
-        "sudo apt-get install g++ python3-dev",
+        "sudo apt-get install g++ python3-dev   # Fedora: sudo dnf install gcc-c++ python3-devel",
     ),
     _row(
         "triton",

@@ -312,6 +312,22 @@ def test_the_engines_venv_is_made_with_the_python_its_wheels_are_for(v100: Profi
     assert found.status == Status.FAIL and found.fix == ("apt-get", "uv tool install --python 3.12 ds41ctl")
 
 
+@pytest.mark.parametrize(
+    ("ids", "line"),
+    [
+        (("ubuntu", "debian"), "sudo apt-get install -y python3.12-venv"),
+        (("fedora",), "sudo dnf install -y python3.12"),
+        (("opensuse-leap", "suse"), "sudo zypper install -y python3.12"),
+    ],
+)
+def test_what_makes_a_venv_is_a_package_of_its_own_on_debian_alone(
+    v100: Profile, reserved: HostFacts, ids: tuple[str, ...], line: str
+) -> None:
+    bare = changed(reserved, "engine", installed=False)
+    found = ask("host.python", v100, changed(bare, "system", ensurepip=False, os_ids=ids), "up")
+    assert found.status == Status.FAIL and found.fix == (line,)
+
+
 def test_a_python_without_wheels_fails_before_the_install(tiny: Profile, ready: HostFacts) -> None:
     bare = changed(ready, "engine", installed=False)
     assert ask("host.python", tiny, changed(bare, "system", python="3.15.0"), "up").status == Status.FAIL
