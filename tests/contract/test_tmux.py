@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ds41ctl.adapters import proc, tmux
+from ds41ctl.adapters import distro, proc, tmux
 from ds41ctl.core.errors import UnsupportedError
 
 
@@ -85,8 +85,9 @@ def test_a_callers_own_tmux_session_is_left_alone(socket: Path, monkeypatch: pyt
     assert not tmux.start(socket, "s", python("import time; time.sleep(60)")).dead
 
 
-def test_without_tmux_the_fix_is_named(socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tmux_the_fix_is_the_line_of_this_distribution(socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distro, "os_ids", lambda root: ("rocky", "rhel"))
     monkeypatch.setenv("PATH", str(socket.parent))
     with pytest.raises(UnsupportedError, match="tmux is not installed") as caught:
         tmux.start(socket, "s", ["true"])
-    assert "install tmux" in caught.value.hints[0]
+    assert caught.value.hints[0].endswith("dnf install -y tmux")
