@@ -32,5 +32,8 @@ def install(
 
 
 def venv_names(version: str) -> Mapping[str, str]:
-    """What Debian splits off as pythonX.Y-venv is in the interpreter's own package elsewhere."""
-    return dict.fromkeys(_INSTALLERS.keys() - {"debian", "ubuntu"}, f"python{version}")
+    """The package that brings Python `version` with ensurepip, where it is not Debian's pythonX.Y-venv. Arch and Alpine
+    have one version only."""
+    red_hat = dict.fromkeys(("fedora", "rhel", "centos"), f"python{version}")
+    suse = dict.fromkeys(("suse", "opensuse"), f"python{version.replace('.', '')}")
+    return {**red_hat, **suse, "arch": "python", "alpine": "python3", "gentoo": f"dev-lang/python:{version}"}

@@ -317,7 +317,7 @@ def test_the_engines_venv_is_made_with_the_python_its_wheels_are_for(v100: Profi
     [
         (("ubuntu", "debian"), "sudo apt-get install -y python3.12-venv"),
         (("fedora",), "sudo dnf install -y python3.12"),
-        (("opensuse-leap", "suse"), "sudo zypper install -y python3.12"),
+        (("opensuse-leap", "suse"), "sudo zypper install -y python312"),
     ],
 )
 def test_what_makes_a_venv_is_a_package_of_its_own_on_debian_alone(
