@@ -13,12 +13,11 @@ from ds41ctl.core import packages
 
 def install_line(package: str, names: Mapping[str, str] = MappingProxyType({})) -> str:
     """The line that installs `package` on this machine; `names` gives its name by distribution where it differs."""
-    return packages.install(package, os_ids(Path("/")), root=os.geteuid() == 0, names=names)
+    return packages.install(package, os_ids(os_release(Path("/"))), root=os.geteuid() == 0, names=names)
 
 
-def os_ids(root: Path) -> tuple[str, ...]:
-    """ID, then ID_LIKE: what this distribution is, and what it was made from."""
-    release = os_release(root)
+def os_ids(release: Mapping[str, str]) -> tuple[str, ...]:
+    """ID, then ID_LIKE of an os-release: what this distribution is, and what it was made from."""
     return tuple(f"{release.get('ID', '')} {release.get('ID_LIKE', '')}".split())
 
 

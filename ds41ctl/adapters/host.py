@@ -222,7 +222,7 @@ def _system(root: Path, environ: Mapping[str, str]) -> SystemFacts:
         kernel=_line(root / "proc/sys/kernel/osrelease"),
         machine=os.uname().machine,
         os_name=release.get("PRETTY_NAME", ""),
-        os_ids=distro.os_ids(root),
+        os_ids=distro.os_ids(release),
         libc=_libc(root),
         boot_id=_line(root / "proc/sys/kernel/random/boot_id"),
         cpus=len(os.sched_getaffinity(0)),

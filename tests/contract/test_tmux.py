@@ -86,7 +86,7 @@ def test_a_callers_own_tmux_session_is_left_alone(socket: Path, monkeypatch: pyt
 
 
 def test_without_tmux_the_fix_is_the_line_of_this_distribution(socket: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distro, "os_ids", lambda root: ("rocky", "rhel"))
+    monkeypatch.setattr(distro, "os_ids", lambda release: ("rocky", "rhel"))
     monkeypatch.setenv("PATH", str(socket.parent))
     with pytest.raises(UnsupportedError, match="tmux is not installed") as caught:
         tmux.start(socket, "s", ["true"])
