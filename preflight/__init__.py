@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.finding import Finding
+from ds41ctl.core.launch import as_told
 from ds41ctl.core.nearest import nearest
 from ds41ctl.core.profile import Profile
 from preflight import (
@@ -94,9 +95,13 @@ def run(
 
     `stage` up: what is not there yet is a SKIP that says which step makes it. serve: it is a FAIL with the
     command that makes it. A check that raises becomes a CRASH finding and the others go on.
+    The checks judge what will run: command line and environment with the host and the port that facts were taken for.
     Raises ConfigError for an unknown id in `only` or `skip`.
     """
-    return [check.run(profile, facts, stage) for check in select(only, skip, level=level)]
+    where = facts.port
+    host, port = (where.host, where.port) if where is not None else (profile.serve.host, profile.serve.port)
+    told = as_told(profile, host, port)
+    return [check.run(told, facts, stage) for check in select(only, skip, level=level)]
 
 
 def not_checked(profile: Profile, facts: HostFacts, level: int = 1) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import pairwise
 
 from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.profile import Profile, option_value
@@ -151,12 +153,20 @@ def _published(profile: Profile) -> str:
         return profile.serve.host
     if "--network=host" in profile.serve.argv or option_value(profile.serve.argv, "--network") == "host":
         return option_value(profile.serve.argv, "--host") or profile.serve.host
-    for flag in ("-p", "--publish"):
-        mapping = option_value(profile.serve.argv, flag)
-        if mapping is not None:
-            parts = mapping.rsplit(":", 2)
-            return parts[0] if len(parts) == 3 else "0.0.0.0"  # noqa: S104 - what docker binds without an address
-    return "127.0.0.1"
+    addresses = [_address(mapping) for mapping in _mappings(profile.serve.argv)]
+    return next((address for address in addresses if not _is_local(address)), "127.0.0.1")
+
+
+def _mappings(argv: tuple[str, ...]) -> list[str]:
+    """Every port mapping of a container's command line: `-p X`, `-pX`, `--publish X` and `--publish=X`."""
+    found = [value for flag, value in pairwise(argv) if flag in ("-p", "--publish")]
+    found += [word.removeprefix("--publish=") for word in argv if word.startswith("--publish=")]
+    return found + [word[2:] for word in argv if re.fullmatch(r"-p[0-9\[].*", word)]
+
+
+def _address(mapping: str) -> str:
+    parts = mapping.rsplit(":", 2)
+    return parts[0] if len(parts) == 3 else "0.0.0.0"  # noqa: S104 - what docker binds without an address
 
 
 def _is_local(address: str) -> bool:
@@ -168,7 +178,7 @@ def exposed(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     address = _published(profile)
     expected = "127.0.0.1, or an API key"
     given = passed_on(profile)
-    key = option_value(profile.serve.argv, "--api-key") is not None or bool(given.get("VLLM_API_KEY"))
+    key = facts.api_key or option_value(profile.serve.argv, "--api-key") is not None or given.get("VLLM_API_KEY")
     if _is_local(address):
         return ok(f"bound to {address}", expected=expected, found=address)
     if key:
@@ -177,7 +187,10 @@ def exposed(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
         f"the API is open to everyone who reaches {address}",
         expected=expected,
         found=f"{address}, no key",
-        fix=(_edit(profile, 'set serve.host = "127.0.0.1"'), _edit(profile, "or set VLLM_API_KEY in [serve.env]")),
+        fix=(
+            _edit(profile, 'DS41_HOST=127.0.0.1, or set serve.host = "127.0.0.1"'),
+            "or (umask 077; openssl rand -hex 32 > FILE) and DS41_API_KEY_FILE=FILE",
+        ),
         why="vLLM asks for no key by default: anybody on the network can use the cards and read prompts",
     )
 

@@ -25,6 +25,7 @@ def probe(layout: Layout, *, level: int = 1) -> HostFacts:
             "pack": pack.inspect(layout),
             "store": store.inspect(layout),
             "gpu_groups": dict(layout.gpu_groups),
+            "api_key": layout.api_key_file is not None,
             "engine": enginevenv.inspect(layout) if layout.profile.engine.kind == "venv" else _image(layout, facts),
             "running": None
             if record is None

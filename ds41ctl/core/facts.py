@@ -471,6 +471,7 @@ class HostFacts(_Facts):
     gpu_groups: dict[str, tuple[int, ...]] | None = Field(
         None, description="the groups in force (DS41_GPUS_A and _C over the profile's); None: the profile's"
     )
+    api_key: bool | None = Field(None, description="the engine will be given a key from a file; None: not looked")
     clock_permission: Literal["", "root", "sudo", "none"] = Field("", description="how this user may lock clocks")
     environment: dict[str, str] = Field(
         default_factory=dict, description="inherited variables that can change an engine, secrets masked"

@@ -14,6 +14,7 @@ from ds41ctl.core.errors import ConfigError, UnsupportedError
 from ds41ctl.core.facts import GpuFacts, HostFacts
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.masking import mask_argv, mask_value
+from ds41ctl.core.profile import Profile
 
 # what the engine inherits from the caller; everything else of its environment is the profile's
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "TMPDIR", "TZ")
@@ -158,6 +159,27 @@ def _values(layout: Layout, machine: Machine, store: str, cache: Path) -> tuple[
         "gpus": listed(wanted),
         **{f"gpus_{name}": listed(indices) for name, indices in layout.gpu_groups},
     }, notes
+
+
+def as_told(profile: Profile, host: str, port: int) -> Profile:
+    """The profile as an engine at `host` and `port` is told it: ${host} and ${port} are filled and `$$` is `$`, in the
+    command line and the environment alike; what depends on folders or GPUs stays as it is. For judging, not for starting.
+    """
+    values = {"host": host, "port": str(port)}
+
+    def fill(text: str) -> str:
+        return string.Template(text).safe_substitute(values)
+
+    serve = profile.serve.model_copy(
+        update={
+            "host": host,
+            "port": port,
+            "argv": tuple(fill(word) for word in profile.serve.argv),
+            "dspark_argv": tuple(fill(word) for word in profile.serve.dspark_argv),
+            "env": {name: fill(text) for name, text in profile.serve.env.items()},
+        }
+    )
+    return profile.model_copy(update={"serve": serve})
 
 
 def _fill(template: str, values: dict[str, str], where: str) -> str:

@@ -594,7 +594,7 @@ def tensor(facts: HostFacts, wanted: str, /, **values: object) -> HostFacts:
     ("name", "values", "words"),
     [
         ("layers.1.engram.embed.scale", {"name": "layers.1.engram.embed.scales"}, "in no shard that will be read"),
-        ("layers.1.engram.embed.weight", {"shape": (4581, 256)}, "[4581, 256]"),
+        ("layers.1.engram.embed.weight", {"shape": (12435, 256)}, "[12435, 256]"),
         ("layers.3.engram.embed.weight", {"dtype": "BF16"}, "BF16"),
         ("layers.3.engram.embed.scale", {"dtype": "U8"}, "U8"),
         ("layers.3.engram.embed.scale", {"file": "model-00002-of-00003.safetensors"}, "model-00002"),

@@ -328,7 +328,8 @@ def test_prompt_logprobs_need_room(share: float | None, logprobs: bool, status: 
 @pytest.mark.parametrize(
     ("mapping", "key", "status"),
     [
-        ("127.0.0.1:${port}:${port}", None, "ok"),
+        ("${host}:${port}:${port}", None, "ok"),
+        ("[::1]:${port}:${port}", None, "ok"),
         ("${port}:${port}", None, "fail"),
         ("0.0.0.0:${port}:${port}", None, "fail"),
         ("192.168.1.5:${port}:${port}", None, "fail"),
@@ -336,18 +337,36 @@ def test_prompt_logprobs_need_room(share: float | None, logprobs: bool, status: 
     ],
 )
 def test_an_api_others_can_reach_needs_a_key(mapping: str, key: str | None, status: str) -> None:
-    asked = serving("cmp170hx-tp4", argv=(("127.0.0.1:${port}:${port}", mapping),), env={"VLLM_API_KEY": key})
+    asked = serving("cmp170hx-tp4", argv=(("${host}:${port}:${port}", mapping),), env={"VLLM_API_KEY": key})
     assert ask("net.exposed", machine(CMP), asked).status == status
+    local = mapping.startswith(("${host}", "[::1]"))
     notice = ask("engine.licence", machine(CMP), asked)
-    assert notice.status == ("ok" if mapping.startswith("127.") else "warn") and "AGPL" in notice.summary
+    assert notice.status == ("ok" if local else "warn") and "AGPL" in notice.summary
+
+
+@pytest.mark.parametrize("flags", [("-p8011:8011",), ("--publish=8011:8011",), ("--publish", "8011:8011")])
+def test_every_way_to_publish_a_port_is_seen(flags: tuple[str, ...]) -> None:
+    asked = profile("cmp170hx-tp4")
+    argv = (*asked.serve.argv[:3], *flags, *asked.serve.argv[3:])
+    asked = asked.model_copy(update={"serve": asked.serve.model_copy(update={"argv": argv})})
+    finding = ask("net.exposed", machine(CMP), asked)
+    assert finding.status == "fail" and "0.0.0.0" in finding.summary
+
+
+@pytest.mark.parametrize("name", ["v100-pp2tp4", "cmp170hx-tp4"])
+def test_the_host_that_was_chosen_is_judged_and_a_key_file_counts(name: str) -> None:
+    facts = changed(machine(V100 if name.startswith("v100") else CMP), "port", host="10.0.0.7")
+    finding = ask("net.exposed", facts, profile(name))
+    assert finding.status == "fail" and "10.0.0.7" in finding.summary and "${" not in finding.summary
+    assert ask("net.exposed", changed(facts, api_key=True), profile(name)).status == "ok"
 
 
 @pytest.mark.parametrize(
     ("host", "key", "status"), [("0.0.0.0", None, "fail"), ("0.0.0.0", "k", "ok"), ("::1", None, "ok")]
 )
 def test_a_venv_engine_is_judged_by_its_bind_address(host: str, key: str | None, status: str) -> None:
-    asked = serving("v100-pp2tp4", env={"VLLM_API_KEY": key}, host=host)
-    assert ask("net.exposed", machine(V100), asked).status == status
+    asked = serving("v100-pp2tp4", env={"VLLM_API_KEY": key})
+    assert ask("net.exposed", changed(machine(V100), "port", host=host), asked).status == status
 
 
 @pytest.mark.parametrize(

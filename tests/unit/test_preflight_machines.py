@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 import preflight
+from ds41ctl.core import recipe
 from ds41ctl.core.finding import Status
+from ds41ctl.core.profile import parse_profile
 from preflight.check import Stage
-from tests.facts.replay import MACHINES, machine, profile, statuses
+from tests.facts.replay import FACTS, MACHINES, SHIPPED, changed, machine, profile, statuses
 
 # machine -> stage -> every verdict that is neither OK nor SKIP
 EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
@@ -307,6 +309,39 @@ def test_the_verdict_on_this_machine_is(name: str, stage: Stage) -> None:
     findings = preflight.run(profile(facts.profile), facts, stage=stage)
     found = {f.id: str(f.status) for f in findings if f.status not in (Status.OK, Status.SKIP)}
     assert found == EXPECTED[name][stage]
+
+
+READY = {
+    "ubuntu2404-ready": "cpu-tiny",
+    "v100-8x-serving-ready": "v100-pp2tp4",
+    "cmp170hx-4x-ready": "cmp170hx-tp4",
+    "h200-2x-gpu-tiny-tp2": "gpu-tiny-tp2",
+    "h200-2x-gpu-tiny-pp2": "gpu-tiny-pp2",
+}
+IMPORTED = {"cmp170hx-4x-ready": "4x-cmp-170hx.json"}
+
+
+def test_an_imported_recipe_passes_where_the_shipped_profile_does() -> None:
+    for name, recorded in IMPORTED.items():
+        asked = parse_profile(
+            recipe.read(recipe.load((FACTS / "recipes" / recorded).read_bytes(), recorded), "mine").text, ""
+        )
+        findings = preflight.run(asked, machine(name), stage="up")
+        assert [f for f in findings if f.failed(strict=True)] == []
+
+
+# what a profile is judged by whatever the machine: its own command line and environment
+OWN_WORDS = ("serve.", "net.exposed", "engine.licence", "env.inherited", "engram.storage")
+
+
+@pytest.mark.parametrize("asked", SHIPPED)
+@pytest.mark.parametrize("name", READY)
+def test_a_shipped_profile_has_no_fault_of_its_own_on_any_ready_machine(name: str, asked: str) -> None:
+    facts = changed(machine(name), environment={})
+    findings = preflight.run(profile(asked), facts, stage="up")
+    assert [f for f in findings if f.id.startswith(OWN_WORDS) and f.status not in (Status.OK, Status.SKIP)] == []
+    shown = " ".join(" ".join((f.summary, f.expected, f.found, *f.fix)) for f in findings)
+    assert "${" not in shown, "a check judged a template"
 
 
 def test_every_recorded_machine_has_a_stated_verdict() -> None:
