@@ -163,7 +163,7 @@ def _values(layout: Layout, machine: Machine, store: str, cache: Path) -> tuple[
 
 def as_told(profile: Profile, host: str, port: int) -> Profile:
     """The profile as an engine at `host` and `port` is told it: ${host} and ${port} are filled and `$$` is `$`, in the
-    command line and the environment alike; what depends on folders or GPUs stays as it is. For judging, not for starting.
+    command line and the environment alike; what depends on folders or GPUs stays. For judging, not for starting.
     """
     values = {"host": host, "port": str(port)}
 

@@ -1,4 +1,4 @@
-"""Loading recorded machines and the profiles they were looked at with: the shipped ones, and spoiled ones made of them."""
+"""Loading recorded machines and the profiles they were looked at with: the shipped ones, or careless ones."""
 
 from __future__ import annotations
 
