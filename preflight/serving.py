@@ -92,6 +92,29 @@ def kv_pool(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     return ok(f"{pool:,} tokens: {pool / length:.1f} requests of full length", expected=expected, found=f"{pool:,}")
 
 
+def context_room(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """The longest context fits beside what one engine step computes, as far as that was measured."""
+    serve = profile.serve
+    chunk, length = serve.max_num_batched_tokens, serve.max_model_len
+    if not serve.context_by_chunk or chunk is None:
+        return skip("the profile states no limit of context by chunk")
+    # a bigger step takes more memory: every limit measured at this size or a smaller one holds
+    limits = [longest for tokens, longest in serve.context_by_chunk.items() if int(tokens) <= chunk]
+    expected = f"{min(limits):,} tokens or fewer" if limits else f"steps below {min(map(int, serve.context_by_chunk))}"
+    if limits and length > min(limits):
+        return fail(
+            f"a context of {length:,} does not fit beside steps of {chunk:,} tokens",
+            expected=expected,
+            found=f"{length:,}",
+            fix=(
+                _edit(profile, f"set serve.max_model_len and --max-model-len to {min(limits)}"),
+                _edit(profile, "or lower serve.max_num_batched_tokens and --max-num-batched-tokens"),
+            ),
+            why="the engine refuses the context after it has loaded all weights",
+        )
+    return ok(f"{length:,} tokens in steps of {chunk:,}", expected=expected, found=f"{length:,}")
+
+
 def ready_timeout(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     """The engine's own time limit for its start is not shorter than ours."""
     wanted = profile.serve.ready_timeout_s
@@ -292,6 +315,14 @@ CHECKS = (
         GROUP,
         "an engine that refuses to start after it has loaded all weights",
         kv_pool,
+    ),
+    Check(
+        "serve.context-room",
+        "longest context against the tokens of one step",
+        1,
+        GROUP,
+        "an engine that refuses its context after a boot of twelve minutes",
+        context_room,
     ),
     Check(
         "serve.ready-timeout",

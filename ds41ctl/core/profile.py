@@ -218,6 +218,12 @@ class Serve(_Model):
         None, ge=1, le=1 << 32, description="KV cache the engine must report at its start, tokens"
     )
     kv_pool_tolerance: float = Field(0.01, ge=0, le=0.5, description="accepted deviation from kv_pool_tokens")
+    kv_pool_at: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict, description="KV cache measured at other shares of GPU memory: share -> tokens"
+    )
+    context_by_chunk: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict, description="tokens of one engine step -> longest context that fits beside them"
+    )
     prompt_logprobs: bool = Field(False, description="clients ask for prompt_logprobs, which needs memory of its own")
 
 
@@ -364,6 +370,7 @@ def disagreements(tree: dict[str, Any]) -> list[str]:
     faults += _pin_faults(engine)
     faults += _argv_faults(serve)
     faults += _graft_faults(_table(tree, "model"))
+    faults += _pool_faults(serve)
     if serve.get("host") == "":
         faults.append("serve.host: is empty")
     provenance = _table(tree, "provenance")
@@ -440,6 +447,20 @@ def _argv_faults(serve: dict[str, Any]) -> list[str]:
         if value is not None and told is not None and "$" not in told and told != str(value):
             faults.append(f"serve.{field}: {value} here, {option} {told} in serve.argv")
     return faults
+
+
+def _pool_faults(serve: dict[str, Any]) -> list[str]:
+    """The KV pool to expect is the one that was measured at this share of memory."""
+    share, pools = serve.get("gpu_memory_utilization"), _table(serve, "kv_pool_at")
+    if not isinstance(share, int | float):
+        return []
+    measured = pools.get(f"{share:g}")
+    if measured is None or measured == serve.get("kv_pool_tokens"):
+        return []
+    return [
+        f"serve.kv_pool_tokens: {serve.get('kv_pool_tokens')} here, {measured} was measured at "
+        f"gpu_memory_utilization {share:g} (serve.kv_pool_at)"
+    ]
 
 
 def option_value(argv: tuple[str, ...], option: str) -> str | None:

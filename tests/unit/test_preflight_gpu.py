@@ -344,6 +344,21 @@ def test_an_api_others_can_reach_needs_a_key(mapping: str, key: str | None, stat
     assert notice.status == ("ok" if local else "warn") and "AGPL" in notice.summary
 
 
+@pytest.mark.parametrize(
+    ("chunk", "length", "status"),
+    [
+        (1024, 1_048_576, "ok"),
+        (2048, 1_048_576, "fail"),
+        (4096, 792_000, "fail"),
+        (2048, 791_000, "ok"),
+        (None, 1, "skip"),
+    ],
+)
+def test_a_context_fits_beside_the_steps_it_was_measured_with(chunk: int | None, length: int, status: str) -> None:
+    asked = serving("v100-pp2tp4", max_num_batched_tokens=chunk, max_model_len=length)
+    assert ask("serve.context-room", machine(V100), asked).status == status
+
+
 @pytest.mark.parametrize("flags", [("-p8011:8011",), ("--publish=8011:8011",), ("--publish", "8011:8011")])
 def test_every_way_to_publish_a_port_is_seen(flags: tuple[str, ...]) -> None:
     asked = profile("cmp170hx-tp4")

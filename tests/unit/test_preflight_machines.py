@@ -225,6 +225,7 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "gpu.order": "fail",
             "toolchain.max-jobs": "warn",
             "serve.spec-tokens": "fail",
+            "serve.context-room": "fail",
             "serve.ready-timeout": "fail",
             "serve.workers": "fail",
             "serve.offline": "fail",

@@ -237,6 +237,14 @@ def test_a_digest_or_a_checksum_files_entry_pins_a_wheel(pin: str) -> None:
     assert parse_profile(text, "x.toml").engine.wheel
 
 
+def test_another_share_of_memory_has_the_pool_that_was_measured_at_it() -> None:
+    text = text_of("cmp170hx-tp4").replace("0.98", "0.97")
+    with pytest.raises(ConfigError) as caught:
+        parse_profile(text, "x.toml")
+    assert "2717420 here, 2417392 was measured at gpu_memory_utilization 0.97" in caught.value.message
+    assert parse_profile(text.replace("2717420", "2417392"), "x.toml").serve.kv_pool_tokens == 2417392
+
+
 def test_the_two_gpu_profiles_hold_every_number_of_their_sources() -> None:
     v100, cmp = read("v100-pp2tp4"), read("cmp170hx-tp4")
     assert v100.hardware.stage_weights_gib == (27.77, 25.29) and v100.serve.pipeline_cut == 20
