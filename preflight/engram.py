@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ds41ctl.core.facts import HostFacts
+from ds41ctl.core.launch import passed_on
 from ds41ctl.core.profile import Profile
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
-from preflight.env import passed_on
 from preflight.text import command, size
 
 GROUP = "ENGRAM"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 from ds41ctl.core.facts import HostFacts
+from ds41ctl.core.launch import passed_on
 from ds41ctl.core.profile import Profile
 from preflight.check import Check, Stage, Verdict, fail, ok, warn
 
@@ -111,15 +111,6 @@ def _found(profile: Profile, environment: Mapping[str, str], allowed: frozenset[
         for item in DENIED
         if item.name in environment and item.name not in allowed and item.bad(environment[item.name], profile)
     ]
-
-
-def passed_on(profile: Profile) -> dict[str, str]:
-    """What the profile gives the engine: [serve.env], and `-e NAME=VALUE` of a container's command line."""
-    words = profile.serve.argv
-    options = [word for flag, word in pairwise(words) if flag in ("-e", "--env")]
-    options += [word.removeprefix("--env=") for word in words if word.startswith("--env=")]
-    given = {name: value for name, equals, value in (word.partition("=") for word in options) if equals}
-    return {**profile.serve.env, **(given if profile.engine.kind == "container" else {})}
 
 
 def inherited(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:

@@ -6,10 +6,10 @@ from itertools import combinations
 
 from ds41ctl.core import topology
 from ds41ctl.core.facts import HostFacts
+from ds41ctl.core.launch import passed_on
 from ds41ctl.core.profile import Profile
 from ds41ctl.core.topology import Groups
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
-from preflight.env import passed_on
 from preflight.gpu import GROUP, groups, used
 from preflight.text import as_root, command
 

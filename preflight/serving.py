@@ -7,9 +7,9 @@ import re
 from itertools import pairwise
 
 from ds41ctl.core.facts import HostFacts
+from ds41ctl.core.launch import passed_on
 from ds41ctl.core.profile import Profile, option_value
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
-from preflight.env import passed_on
 
 GROUP = "SERVE"
 SPEC_STEP = 5  # seed and field reports: drafts of fewer than 5 come out garbled, the guard is a multiple of 5

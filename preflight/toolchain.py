@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from ds41ctl.core.facts import HostFacts
+from ds41ctl.core.launch import passed_on
 from ds41ctl.core.profile import Profile
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
-from preflight.env import passed_on
 from preflight.text import GIB, as_root, command, install, size, version
 
 GROUP = "TOOLCHAIN"

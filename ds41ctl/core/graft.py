@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 from ds41ctl.core.errors import IntegrityError
 from ds41ctl.core.profile import EngramTable, Graft
 from ds41ctl.core.tensors import DTYPE_BITS, ROUTED, TABLE, Tensor, bits, trellises, violations
 
+EXPERTS_FILES = "DSV41_EXPERTS_ONLY_FILES_RE"  # of the hybrid's engine: files of which it takes routed experts alone
 Located = Mapping[str, tuple[str, Tensor]]  # tensor -> (file, header entry)
 
 
@@ -136,6 +139,22 @@ def _first(lines: Any, count: int = 10) -> list[str]:
 
 def _span(layers: tuple[int, ...]) -> str:
     return f"{min(layers)}-{max(layers)}" if len(layers) > 1 else str(layers[0])
+
+
+def demand_pattern(pattern: str, graft: Graft, weight_map: Mapping[str, tuple[str, str]]) -> None:
+    """The engine takes nothing but routed experts from the files that `pattern` finds: these must be the files of the
+    experts' packs, all of them and no other. Raises IntegrityError naming the first file that is not so.
+    """
+    finds = re.compile(pattern).search
+    for where, file in sorted(set(weight_map.values())):
+        name = PurePosixPath(file).name
+        if bool(finds(name)) == (where != graft.trunk):
+            continue
+        what = "holds the trunk's tensors: they would be left out" if where == graft.trunk else "holds routed experts"
+        raise IntegrityError(
+            f"{EXPERTS_FILES}={pattern} {'finds' if where == graft.trunk else 'does not find'} {name}, which {what}",
+            hints=(f"correct {EXPERTS_FILES} in [serve] of the profile",),
+        )
 
 
 def quantization(base: Mapping[str, Any], hybrid: Hybrid, grafted: tuple[int, ...]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import shlex
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -180,6 +181,15 @@ def as_told(profile: Profile, host: str, port: int) -> Profile:
         }
     )
     return profile.model_copy(update={"serve": serve})
+
+
+def passed_on(profile: Profile) -> dict[str, str]:
+    """What the profile gives the engine: [serve.env], and `-e NAME=VALUE` of a container's command line."""
+    words = profile.serve.argv
+    options = [word for flag, word in pairwise(words) if flag in ("-e", "--env")]
+    options += [word.removeprefix("--env=") for word in words if word.startswith("--env=")]
+    given = {name: value for name, equals, value in (word.partition("=") for word in options) if equals}
+    return {**profile.serve.env, **(given if profile.engine.kind == "container" else {})}
 
 
 def _fill(template: str, values: dict[str, str], where: str) -> str:

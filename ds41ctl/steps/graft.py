@@ -13,9 +13,11 @@ from ds41ctl.adapters import files, pack
 from ds41ctl.adapters.pack import Expected, Holding
 from ds41ctl.adapters.safetensors import read_header, read_index
 from ds41ctl.core.errors import IntegrityError, NotFoundError, UnsupportedError
-from ds41ctl.core.graft import Hybrid, Located, combine, quantization
+from ds41ctl.core.graft import EXPERTS_FILES, Hybrid, Located, combine, demand_pattern, quantization
+from ds41ctl.core.launch import as_told, passed_on
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.profile import Graft as GraftSpec
+from ds41ctl.core.profile import Profile
 from ds41ctl.core.tensors import Tensor
 from ds41ctl.steps.runner import Goal, Progress
 
@@ -81,11 +83,17 @@ class GraftPack:
                 located[name] = _located(held[getattr(spec, name)])
             config = self._config(held)
             hybrid = combine(config, spec, self.layout.profile.model.engram, **located)
+            pattern = passed_on(self._told()).get(EXPERTS_FILES)
+            if pattern is not None:
+                demand_pattern(pattern, spec, hybrid.weight_map)
             progress(f"{len(hybrid.weight_map)} tensors chosen and proven", {})
             try:
                 self._build(held, config, hybrid)
             except OSError as error:
                 raise files.os_error(error, f"writing {error.filename or folder}") from error
+
+    def _told(self) -> Profile:
+        return as_told(self.layout.profile, self.layout.host, self.layout.port)
 
     def _verified(self) -> dict[str, Holding]:
         """dir -> its folder, complete and vouched for."""

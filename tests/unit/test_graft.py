@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -545,3 +546,22 @@ def test_a_model_that_is_no_folder_or_holds_no_pack_is_said_before_anything_is_f
         run("junk")
     with pytest.raises(ConfigError, match="is a file"):
         run("junk/notes")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("(43|44|39)", "(43|39)", "does not find model-00020-of-00044.safetensors, which holds routed experts"),
+        ("(43|44|39)", "(43|44|48)", "finds model-00001-of-00048.safetensors, which holds the trunk's tensors"),
+    ],
+)
+def test_the_engines_own_pattern_finds_the_experts_files_and_no_other(
+    ready: Layout, old: str, new: str, words: str
+) -> None:
+    serve = ready.profile.serve
+    argv = tuple(word.replace(old, new) for word in serve.argv)
+    assert argv != serve.argv
+    profile = ready.profile.model_copy(update={"serve": serve.model_copy(update={"argv": argv})})
+    with pytest.raises(IntegrityError) as caught:
+        GraftPack(replace(ready, profile=profile)).do(silent)
+    assert words in caught.value.message and caught.value.hints
