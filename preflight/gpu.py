@@ -309,11 +309,13 @@ def _weights(profile: Profile, facts: HostFacts, gpus: tuple[GpuFacts, ...]) -> 
 def driver_version(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     """The driver runs the engine's CUDA, and still knows the card."""
     hardware, cuda = profile.hardware, profile.engine.cuda
-    if not hardware.driver_min and not hardware.driver_branch_max and not cuda:
+    if not (hardware.driver_min or hardware.driver_branch_max or hardware.driver_measured or cuda):
         return skip("the profile asks for no driver version" if hardware.gpus else "no GPU in this profile")
     parts = [f"{hardware.driver_min} or newer"] if hardware.driver_min else []
     parts += [f"branch {hardware.driver_branch_max} or older"] if hardware.driver_branch_max else []
     parts += [f"CUDA {cuda}"] if cuda else []
+    measured = f"{hardware.driver_measured}{', open kernel module' if hardware.driver_open else ''}"
+    parts += [measured] if hardware.driver_measured else []
     expected = ", ".join(parts)
     found = facts.driver or facts.driver_module or ""
     if not version(found):
@@ -341,6 +343,26 @@ def driver_version(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
             expected=expected,
             found=f"CUDA {facts.driver_cuda}",
             fix=install,
+        )
+    if hardware.driver_measured and version(found)[0] != version(hardware.driver_measured)[0]:
+        return warn(
+            f"driver {found}: the profile's numbers were measured with {measured}",
+            expected=expected,
+            found=found,
+            fix=(f"install {measured}", "nvidia-smi"),
+            why=profile.source_of("hardware.driver_measured"),
+        )
+    if hardware.driver_open and facts.driver_open is None:
+        return unknown(
+            "which kernel module is loaded is not known", expected=expected, fix=("modinfo -F license nvidia",)
+        )
+    if hardware.driver_open and not facts.driver_open:
+        return warn(
+            f"driver {found} with the proprietary kernel module",
+            expected=expected,
+            found="proprietary module",
+            fix=("install the open kernel modules (packages named nvidia-open, or -m=kernel-open)",),
+            why=profile.source_of("hardware.driver_measured"),
         )
     return ok(f"driver {found}", expected=expected, found=found)
 

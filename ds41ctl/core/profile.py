@@ -53,6 +53,8 @@ class Hardware(_Model):
     nvlinks_per_gpu: int = Field(0, ge=0, le=36, description="NVLink ports that must be up on each GPU; 0: not judged")
     p2p: bool = Field(False, description="the driver must allow peer access between every pair of GPUs")
     driver_min: Version | Literal[""] = Field("", description="oldest driver that runs the engine's CUDA")
+    driver_measured: Version | Literal[""] = Field("", description="driver that the numbers were measured with")
+    driver_open: bool = Field(False, description="the numbers were measured with NVIDIA's open kernel module")
     driver_branch_max: int = Field(
         0, ge=0, le=9999, description="newest driver branch that still knows the card; 0: any"
     )
