@@ -59,7 +59,7 @@ def permission(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     )
     if facts.clock_permission == "none":
         return warn(
-            f"{settings(want.sm_mhz, want.power_limit_w, want.offset_mhz)} cannot be locked by this user",
+            f"{settings(want.sm_mhz, want.power_limit_w, want.offset_mhz)} cannot be set by this user",
             expected=expected,
             found="no permission",
             fix=fix,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ds41ctl.core.facts import GpuFacts, HostFacts
 from ds41ctl.core.finding import Status
+from ds41ctl.core.lease import TOLERANCE_W
 from ds41ctl.core.profile import Profile
 from ds41ctl.core.topology import Groups
 from preflight import need
@@ -477,8 +478,8 @@ def _power(profile: Profile, facts: HostFacts, gpus: tuple[GpuFacts, ...]) -> Ve
     outside = [
         gpu
         for gpu in chosen
-        if (gpu.power_min_w is not None and wanted < gpu.power_min_w - 0.5)
-        or (gpu.power_max_w is not None and wanted > gpu.power_max_w + 0.5)
+        if (gpu.power_min_w is not None and wanted < gpu.power_min_w - TOLERANCE_W)
+        or (gpu.power_max_w is not None and wanted > gpu.power_max_w + TOLERANCE_W)
     ]
     if outside:
         found = listed(outside, lambda gpu: f"takes {gpu.power_min_w or 0:g} to {gpu.power_max_w or 0:g} W")
@@ -491,10 +492,10 @@ def _power(profile: Profile, facts: HostFacts, gpus: tuple[GpuFacts, ...]) -> Ve
         )
     if not chosen or any(gpu.power_limit_w is None for gpu in chosen):
         return unknown("the power limit is not known", expected=expected, fix=("nvidia-smi -q -d POWER",))
-    other = [gpu for gpu in chosen if abs((gpu.power_limit_w or 0) - wanted) > 0.5]
+    other = [gpu for gpu in chosen if abs((gpu.power_limit_w or 0) - wanted) > TOLERANCE_W]
     if not other:
         return ok(expected, expected=expected, found=expected)
-    over = [gpu for gpu in chosen if gpu.power_limit_w is not None and gpu.power_limit_w > wanted + 0.5]
+    over = [gpu for gpu in chosen if gpu.power_limit_w is not None and gpu.power_limit_w > wanted + TOLERANCE_W]
     found = listed(other, lambda gpu: f"{gpu.power_limit_w:g} W")
     if facts.clock_permission in ("root", "sudo"):
         return ok(f"{found} now, will be set to {wanted:g} W while the engine runs", expected=expected, found=found)

@@ -558,7 +558,7 @@ class Sampler:
 
 
 def commands_of(want: Clocks, now: Mapping[str, nvml.Values]) -> list[list[str]]:
-    """Every nvidia-smi command that a lease of `want` runs; limits it may have to give back are now's and the default."""
+    """Every nvidia-smi command that a lease of `want` runs; a limit to give back is that of now or the default."""
     found: list[list[str]] = []
     for uuid, values in now.items():
         if want.sm_mhz is not None:

@@ -224,10 +224,8 @@ def sudoers(profile: options.ProfileOpt = None, json: options.JsonOpt = False) -
     cli.out.data({"profile": session.profile.name, "lines": lines})
     cli.out.line(f"# ds41ctl: clocks, power limits and CPU governor of profile {session.profile.name}")
     if want.offset_mhz is not None:
-        cli.out.line(
-            "# the clock offset is not among them (nvidia-smi cannot set it, and no line may name a program that"
-        )
-        cli.out.line(f"# this user can change); by hand: {clocks.offset_by_hand(want.offset_mhz, list(now))}")
+        cli.out.line("# the clock offset is not among them (nvidia-smi cannot set it, and no line may name a program")
+        cli.out.line(f"# that this user can change); by hand: {clocks.offset_by_hand(want.offset_mhz, list(now))}")
     for text in lines:
         for part in text.splitlines():
             cli.out.line(part)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ds41ctl.adapters import caches, clocks, containers, cuda, deep, kernel, peercopy, proc, profiles, smi
+from ds41ctl.adapters import caches, clocks, containers, cuda, deep, kernel, nvml, peercopy, proc, profiles, smi
 from ds41ctl.core.facts import ToolFacts
 from ds41ctl.core.layout import Dirs, layout
+from ds41ctl.core.profile import Clocks
 from ds41ctl.core.settings import Settings
 from tests.contract.test_host import program, write
 from tests.facts.replay import FACTS
@@ -378,9 +379,12 @@ def test_without_sudo_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_sudoers_lines_name_whole_commands_without_wildcards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program(tmp_path / "bin", "nvidia-smi", "true")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
-    alias, rule = clocks.sudoers("alice", ["GPU-a", "GPU-b"], 1530, ["policy0"])
+    want = Clocks(sm_mhz=1530, power_limit_w=200)
+    now = {uuid: nvml.Values(power_w=230.5, power_default_w=250.0) for uuid in ("GPU-a", "GPU-b")}
+    alias, rule = clocks.sudoers("alice", want, now, ["policy0"])
     assert rule == "alice ALL=(root) NOPASSWD: DS41_CLOCKS"
     assert alias.count("-lgc 1530\\,1530") == 2 and alias.count("-rgc") == 2
+    assert [alias.count(f"-pl {watts}") for watts in ("200", "230.5", "250")] == [2, 2, 2], "set, and both ways back"
     assert "tee /sys/devices/system/cpu/cpufreq/policy0/scaling_governor" in alias
     assert "*" not in alias
 
@@ -407,7 +411,7 @@ def test_governors_are_saved_and_restored_per_policy(tmp_path: Path, monkeypatch
     )
     path = tmp_path / "lease.json"
     path.write_text(lease.model_dump_json())
-    assert clocks.restore(path, lease) == [] and not path.exists()
+    assert clocks.restore(path, lease).stuck == () and not path.exists()
     found = {policy.name: (policy / "scaling_governor").read_text().strip() for policy in base.iterdir()}
     assert found == {"policy0": "schedutil", "policy1": "powersave", "policy2": "ondemand"}, (
         "a policy that somebody has changed meanwhile is left alone"

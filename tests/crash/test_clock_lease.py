@@ -387,7 +387,7 @@ def test_without_permission_a_run_goes_on_and_names_the_sudoers_lines(
 
 def test_without_permission_a_strict_run_ends(machine: Machine, owner: subprocess.Popen[bytes]) -> None:
     done = hold(machine, owner.pid, "strict", "nobody")
-    assert done.stdout.splitlines()[-1].startswith("error 77 1530 MHz cannot be locked")
+    assert done.stdout.splitlines()[-1].startswith("error 77 1530 MHz cannot be set")
     assert "clocks sudoers" in done.stdout
     assert machine.driver.calls() == []
 
