@@ -321,19 +321,21 @@ def _missed(mhz: int, faults: Sequence[str]) -> str:
 
 
 def _limited(driver: nvml.ClockControl, lease: Lease) -> list[str]:
-    """Set the power limits; returns what went wrong, a limit that reads otherwise afterwards included."""
+    """Set the power limits; returns what went wrong."""
     wanted = lease.power_limit_w
     if wanted is None:
         return []
-    asked = list(lease.power_before_w)
-    faults = [f"{uuid}: {text}" for uuid in asked if (text := driver.set_power(uuid, wanted))]
-    if faults:
-        return faults
-    return [
-        f"{uuid}: the driver took {wanted:g} W and states {values.power_w:g} W"
-        for uuid, values in nvml.Nvml().values(asked).items()
-        if values.power_w is not None and abs(values.power_w - wanted) > TOLERANCE_W
-    ]
+    return [f"{uuid}: {text}" for uuid in lease.power_before_w if (text := _limit(driver, uuid, wanted))]
+
+
+def _limit(driver: nvml.ClockControl, uuid: str, watts: float) -> str:
+    """Set one power limit, and see that it is there."""
+    if text := driver.set_power(uuid, watts):
+        return text
+    now = nvml.Nvml().values([uuid])[uuid].power_w
+    if now is None or abs(now - watts) <= TOLERANCE_W:
+        return ""
+    return f"the driver took {watts:g} W and states {now:g} W"
 
 
 def _shifted(driver: nvml.ClockControl, lease: Lease) -> Lease:
@@ -453,7 +455,7 @@ def _limits_back(driver: nvml.ClockControl, lease: Lease, *, ours: bool) -> tupl
     back, foreign = to_give_back(
         lease.power_limit_w, known, {uuid: item.power_w for uuid, item in now.items()}, ours=ours
     )
-    stuck = {uuid: f"power limit: {text}" for uuid, watts in back.items() if (text := driver.set_power(uuid, watts))}
+    stuck = {uuid: f"power limit: {text}" for uuid, watts in back.items() if (text := _limit(driver, uuid, watts))}
     return stuck, [f"{uuid}: power limit {watts:g} W is somebody else's, left" for uuid, watts in foreign.items()]
 
 

@@ -70,6 +70,7 @@ def lock(
     taken = clocks.read(clocks.journal(session.dirs.state, session.profile.name))
     if taken is not None and not text:
         text = f"{taken.text} asked of {len(taken.uuids)} GPUs until `ds41ctl clocks unlock` or the next boot"
+    hints = offset_hints(taken, want.offset_mhz)
     cli.out.data(
         {
             "profile": session.profile.name,
@@ -78,12 +79,13 @@ def lock(
             "offset_mhz": want.offset_mhz,
             "owner": owner.pid if owner else None,
             "notes": notes,
+            "hints": hints,
         }
     )
     cli.out.line(text, mark="OK")
     for note in notes:
         cli.out.line(note, mark="WARN")
-    for hint in offset_hints(taken, want.offset_mhz):
+    for hint in hints:
         cli.out.hint(hint)
     cli.out.hint(f"ds41ctl clocks status --profile {session.profile.name} --sample 10   # under load: is it kept?")
 
