@@ -362,9 +362,13 @@ BY_HAND = (
 )
 
 
+def denied(faults: Sequence[str]) -> bool:
+    """Whether a right is what is missing."""
+    return any(word in fault.lower() for fault in faults for word in ("permission", "password", "sudo", "not found"))
+
+
 def _refused(faults: list[str], what: str, profile: str) -> Ds41Error:
-    denied = any(word in fault.lower() for fault in faults for word in ("permission", "password", "sudo", "not found"))
-    kind = DeniedError if denied else Ds41Error
+    kind = DeniedError if denied(faults) else Ds41Error
     return kind(
         f"{what} cannot be set: {faults[0]}" + (f" and {len(faults) - 1} more GPUs" if faults[1:] else ""),
         detail=faults if faults[1:] else (),
@@ -572,9 +576,14 @@ def commands_of(want: Clocks, now: Mapping[str, nvml.Values]) -> list[list[str]]
 
 
 def sudoers(user: str, want: Clocks, now: Mapping[str, nvml.Values], policies: Sequence[str]) -> list[str]:
-    """The sudoers lines that allow exactly these commands. No wildcard: `*` would match blanks and further paths."""
+    """The sudoers lines that allow exactly the commands of a lease, none when it has none.
+
+    No wildcard: `*` would match blanks and further paths.
+    """
     commands = commands_of(want, now)
     commands += [governor_argv(policy) for policy in policies]
+    if not commands:
+        return []
     escaped = [
         " ".join(word.replace("\\", "\\\\").replace(",", "\\,").replace(":", "\\:") for word in argv)
         for argv in commands

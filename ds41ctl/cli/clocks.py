@@ -87,7 +87,8 @@ def lock(
         cli.out.line(note, mark="WARN")
     for hint in hints:
         cli.out.hint(hint)
-    cli.out.hint(f"ds41ctl clocks status --profile {session.profile.name} --sample 10   # under load: is it kept?")
+    look = f"ds41ctl clocks status --profile {session.profile.name}"
+    cli.out.hint(f"{look} --sample 10   # under load: is it kept?" if want.sm_mhz is not None else look)
 
 
 @app.command()
@@ -116,7 +117,8 @@ def unlock(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
             detail=faults if faults[1:] else (),
             hints=("ds41ctl clocks unlock", *clocks.BY_HAND),
         )
-    cli.out.line(f"reset on {len(lease.uuids)} GPUs" if lease else "already: there is no lease", mark="OK")
+    text = f"reset on {len(lease.uuids)} GPUs ({lease.text} until now)" if lease else "already: there is no lease"
+    cli.out.line(text, mark="OK")
 
 
 @app.command()
@@ -137,6 +139,11 @@ def status(
 
     session = open_running(profile)
     want = _target(session)
+    if sample and want.sm_mhz is None:
+        raise ConfigError(
+            f"profile {session.profile.name} locks no clock that samples could prove",
+            hints=(f"ds41ctl clocks status --profile {session.profile.name}",),
+        )
     done = clocks.recover(session.dirs.state)
     _tell(done)
     lease = clocks.read(clocks.journal(session.dirs.state, session.profile.name))
@@ -231,7 +238,8 @@ def sudoers(profile: options.ProfileOpt = None, json: options.JsonOpt = False) -
     for text in lines:
         for part in text.splitlines():
             cli.out.line(part)
-    cli.out.hint("sudo visudo -f /etc/sudoers.d/ds41ctl")
+    if lines:
+        cli.out.hint("sudo visudo -f /etc/sudoers.d/ds41ctl")
 
 
 def _target(session: Session) -> Clocks:

@@ -110,10 +110,9 @@ def offset_hints(lease: Lease | None, mhz: int | None) -> list[str]:
     """What helps when a lease could not have the profile's clock offset."""
     if lease is None or not lease.missed or mhz is None:
         return []
-    return [
-        f"{clocks.offset_by_hand(mhz, lease.uuids)}   # as root; set it back to 0 yourself",
-        f"or set {mhz:+d} MHz with the recipe author's tool 170tune, where NVML does not do it (CMP 170HX: not known)",
-    ]
+    if clocks.denied(lease.missed):
+        return [f"{clocks.offset_by_hand(mhz, lease.uuids)}   # nobody sets it back to 0 for you"]
+    return [f"set {mhz:+d} MHz with the recipe author's tool 170tune before the engine starts, or go on without"]
 
 
 class ClockProof:
