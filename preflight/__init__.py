@@ -113,10 +113,11 @@ def not_checked(profile: Profile, facts: HostFacts, level: int = 1) -> list[str]
         if ids:
             left.append(f"{', '.join(ids)} (level {number} {what}: ds41ctl preflight --level {number})")
     if profile.hardware.gpus:
-        left.append("whether a locked clock is kept under load (needs load: ds41ctl clocks status --sample 10)")
+        if profile.clocks.sm_mhz is not None:
+            left.append("whether a locked clock is kept under load (needs load: ds41ctl clocks status --sample 10)")
         if facts.topology is None:
             left.append("NVML's topology against nvidia-smi's (nvidia-smi is not installed)")
-        if facts.clock_permission == "":
+        if profile.clocks.sm_mhz is None or facts.clock_permission == "":
             left.append("locks that somebody else set on the GPUs' clocks (the driver does not tell)")
     if profile.engine.kind == "container":
         left.append("room for the container image in the container runtime's own storage")

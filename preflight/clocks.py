@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds41ctl.core.facts import GpuFacts, HostFacts
+from ds41ctl.core.lease import settings
 from ds41ctl.core.profile import Profile
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
 from preflight.gpu import GROUP, asked, listed, used
@@ -12,7 +13,7 @@ from preflight.text import as_root, command
 def _target(profile: Profile, facts: HostFacts, gpus: tuple[GpuFacts, ...]) -> Verdict:
     target = profile.clocks.sm_mhz
     if target is None:
-        return skip("this profile leaves clocks alone")
+        return skip("this profile locks no clock")
     chosen = used(profile, facts)
     expected = f"{target} MHz within every card's range"
     low = [gpu for gpu in chosen if gpu.sm_max_mhz is not None and target > gpu.sm_max_mhz]
@@ -42,26 +43,31 @@ def _target(profile: Profile, facts: HostFacts, gpus: tuple[GpuFacts, ...]) -> V
 
 
 def permission(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
-    """Root, or sudo without a password, for the two commands that lock and reset."""
-    target = profile.clocks.sm_mhz
-    if target is None:
+    """Root, or sudo without a password, for the commands that set what [clocks] name and give it back."""
+    want = profile.clocks
+    if not want.touched:
         return skip("this profile leaves clocks alone")
-    expected = "root, or sudo -n for nvidia-smi -lgc and -rgc"
+    flags = ["-lgc and -rgc"] if want.sm_mhz is not None else []
+    flags += ["-pl"] if want.power_limit_w is not None else []
+    expected = f"root, or sudo -n for nvidia-smi {' and '.join(flags)}" if flags else "root, or sudo without a password"
+    without = "or run without it: other rates than the profile's"
+    if want.sm_mhz is not None:
+        without = "or run without the lock: expect 26.9 instead of 27.7 tok/s (build log, without DSpark)"
     fix = (
         command("clocks sudoers", profile) + "   # prints the lines for: sudo visudo -f /etc/sudoers.d/ds41ctl",
-        "or run without the lock: expect 26.9 instead of 27.7 tok/s (build log, without DSpark)",
+        without,
     )
     if facts.clock_permission == "none":
         return warn(
-            f"{target} MHz cannot be locked by this user",
+            f"{settings(want.sm_mhz, want.power_limit_w, want.offset_mhz)} cannot be set by this user",
             expected=expected,
             found="no permission",
             fix=fix,
-            why="auto-boost dips between decode bursts",
+            why="auto-boost dips between decode bursts" if want.sm_mhz is not None else "",
         )
     if not facts.clock_permission:
         return unknown(
-            "whether this user may lock clocks is not known", expected=expected, fix=("sudo -n nvidia-smi -rgc",)
+            "whether this user may set clocks is not known", expected=expected, fix=("sudo -n -l nvidia-smi",)
         )
     return ok(f"by {facts.clock_permission}", expected=expected, found=facts.clock_permission)
 
@@ -109,7 +115,7 @@ CHECKS = (
     ),
     Check(
         "gpu.clock-permission",
-        "this user may lock clocks",
+        "this user may set clocks and power limits",
         1,
         GROUP,
         "numbers that cannot be compared because auto-boost dips between bursts",

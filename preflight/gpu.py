@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ds41ctl.core.facts import GpuFacts, HostFacts
 from ds41ctl.core.finding import Status
+from ds41ctl.core.lease import TOLERANCE_W
 from ds41ctl.core.profile import Profile
 from ds41ctl.core.topology import Groups
 from preflight import need
@@ -491,24 +492,100 @@ def _persistence(profile: Profile, facts: HostFacts, gpus: tuple[GpuFacts, ...])
 
 
 def _power(profile: Profile, facts: HostFacts, gpus: tuple[GpuFacts, ...]) -> Verdict:
-    wanted = profile.hardware.power_limit_w
+    wanted = profile.clocks.power_limit_w
     if wanted is None:
         return skip("the profile states no power limit")
     chosen = used(profile, facts)
-    expected = f"{wanted:g} W at most"
-    over = [gpu for gpu in chosen if gpu.power_limit_w is not None and gpu.power_limit_w > wanted + 0.5]
+    expected = f"{wanted:g} W"
+    outside = [
+        gpu
+        for gpu in chosen
+        if (gpu.power_min_w is not None and wanted < gpu.power_min_w - TOLERANCE_W)
+        or (gpu.power_max_w is not None and wanted > gpu.power_max_w + TOLERANCE_W)
+    ]
+    if outside:
+        found = listed(outside, lambda gpu: f"takes {gpu.power_min_w or 0:g} to {gpu.power_max_w or 0:g} W")
+        return fail(
+            f"{wanted:g} W is outside what the cards take: {found}",
+            expected=expected,
+            found=found,
+            fix=("set power_limit_w within that range in [clocks] of a profile of your own", "nvidia-smi -q -d POWER"),
+            why="the driver refuses the limit, and the engine would run at another one",
+        )
+    if not chosen or any(gpu.power_limit_w is None for gpu in chosen):
+        return unknown("the power limit is not known", expected=expected, fix=("nvidia-smi -q -d POWER",))
+    other = [gpu for gpu in chosen if abs((gpu.power_limit_w or 0) - wanted) > TOLERANCE_W]
+    if not other:
+        return ok(expected, expected=expected, found=expected)
+    over = [gpu for gpu in chosen if gpu.power_limit_w is not None and gpu.power_limit_w > wanted + TOLERANCE_W]
+    found = listed(other, lambda gpu: f"{gpu.power_limit_w:g} W")
+    if facts.clock_permission in ("root", "sudo"):
+        return ok(f"{found} now, will be set to {wanted:g} W while the engine runs", expected=expected, found=found)
+    indices = ",".join(str(gpu.index) for gpu in chosen)
     if over:
-        found = listed(over, lambda gpu: f"{gpu.power_limit_w:g} W")
         return warn(
             f"power limit above {wanted:g} W: {found}",
             expected=expected,
             found=found,
-            fix=(as_root(f"nvidia-smi -pl {wanted:g}   # again after each boot", facts.system),),
+            fix=(
+                as_root(f"nvidia-smi -i {indices} -pl {wanted:g}", facts.system)
+                + "   # again after each boot and each load of the driver",
+                command("clocks sudoers", profile) + "   # or let ds41ctl set it while the engine runs",
+            ),
             why="cards of this kind fell off the bus on power transients at higher limits (Xid 79, field report)",
         )
-    if not chosen or any(gpu.power_limit_w is None for gpu in chosen):
-        return unknown("the power limit is not known", expected=expected, fix=("nvidia-smi -q -d POWER",))
-    return ok(f"{max(gpu.power_limit_w or 0 for gpu in chosen):g} W", expected=expected, found=expected)
+    return ok(f"{found}: below {wanted:g} W, and stays so", expected=f"{wanted:g} W at most", found=found)
+
+
+def _offset(profile: Profile, facts: HostFacts, gpus: tuple[GpuFacts, ...]) -> Verdict:
+    """The clock offset by NVML: whether it is there, whether the card takes it, whether this user may set it."""
+    wanted = profile.clocks.offset_mhz
+    if wanted is None:
+        return skip("the profile asks for no clock offset")
+    chosen = used(profile, facts)
+    expected = f"graphics clock offset {wanted:+d} MHz"
+    tune = f"set {wanted:+d} MHz with the recipe author's tool 170tune, before the engine starts"
+    without = "or go on without it: the recipe's rates were measured with it"
+    unsupported = [gpu for gpu in chosen if gpu.offset_mhz is None and gpu.offset_note]
+    if unsupported:
+        found = listed(unsupported, lambda gpu: gpu.offset_note)
+        return warn(
+            f"NVML cannot set a clock offset here: {found}",
+            expected=expected,
+            found=found,
+            fix=(tune, without),
+            why="decode runs at the card's own clock, below the one the recipe was measured at",
+        )
+    if not chosen or any(gpu.offset_mhz is None for gpu in chosen):
+        return unknown("the clock offset is not known", expected=expected, fix=("ds41ctl clocks status", tune))
+    outside = [
+        gpu
+        for gpu in chosen
+        if gpu.offset_min_mhz is not None
+        and gpu.offset_max_mhz is not None
+        and not gpu.offset_min_mhz <= wanted <= gpu.offset_max_mhz
+    ]
+    if outside:
+        found = listed(outside, lambda gpu: f"takes {gpu.offset_min_mhz:+d} to {gpu.offset_max_mhz:+d} MHz")
+        return warn(
+            f"{wanted:+d} MHz is outside what the driver takes: {found}",
+            expected=expected,
+            found=found,
+            fix=("set offset_mhz within that range in [clocks] of a profile of your own", tune),
+            why="the engine runs without the offset",
+        )
+    found = listed(chosen, lambda gpu: f"{gpu.offset_mhz:+d} MHz")
+    if all(gpu.offset_mhz == wanted for gpu in chosen):
+        return ok(f"{wanted:+d} MHz", expected=expected, found=found)
+    if facts.system.root or facts.system.sudo_passwordless:
+        return ok(f"{found} now, {wanted:+d} MHz while the engine runs", expected=expected, found=found)
+    return warn(
+        f"{found}, and this user may not change it",
+        expected=expected,
+        found=found,
+        fix=(command("clocks sudoers", profile) + "   # its comment has the line to run as root", tune, without),
+        why="NVML lets root alone set it, and nvidia-smi has no option that a sudoers line could allow",
+    )
 
 
 # nvml.h, nvmlClocksEventReason*: what slows a card down although it has work
@@ -698,6 +775,14 @@ CHECKS = (
         GROUP,
         "cards that fall off the bus on a power transient",
         asked(lambda profile: "the profile's power limit", _power),
+    ),
+    Check(
+        "gpu.clock-offset",
+        "the clock offset can be set by NVML",
+        1,
+        GROUP,
+        "an engine below its published rates because a tuning step of the recipe is missing",
+        asked(lambda profile: "the profile's clock offset", _offset),
     ),
     Check(
         "gpu.throttle",

@@ -342,6 +342,11 @@ def _machine(before: telemetry.HostState, after: telemetry.HostState) -> list[st
         for index, gpu in enumerate(state.gpus or ()):
             if gpu.throttle is not None and gpu.throttle & THROTTLE_BAD:
                 marks.append(f"GPU {index} throttles (reasons {gpu.throttle:#x})")
+    for index, (was, now) in enumerate(zip(before.gpus or (), after.gpus or (), strict=False)):
+        if was.power_limit_w is not None and now.power_limit_w is not None and was.power_limit_w != now.power_limit_w:
+            marks.append(f"GPU {index}: power limit {was.power_limit_w:g} W before and {now.power_limit_w:g} W after")
+        if was.offset_mhz is not None and now.offset_mhz is not None and was.offset_mhz != now.offset_mhz:
+            marks.append(f"GPU {index}: clock offset {was.offset_mhz:+d} MHz before and {now.offset_mhz:+d} MHz after")
     return list(dict.fromkeys(marks))
 
 

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -490,10 +490,7 @@ class _Soak:
         )
         gpus = None
         if host.gpus is not None:
-            gpus = tuple(
-                Gpu(used_mib=g.used_mib, sm_mhz=g.sm_mhz, throttle=g.throttle, temperature_c=g.temperature_c)
-                for g in host.gpus
-            )
+            gpus = tuple(Gpu(**asdict(gpu)) for gpu in host.gpus)
         self._record(
             Sample(
                 at=self.now,

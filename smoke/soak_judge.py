@@ -14,6 +14,7 @@ from typing import Literal
 
 from ds41ctl.core.exits import Exit
 from ds41ctl.core.finding import Finding, Status
+from ds41ctl.core.lease import TOLERANCE_W
 from ds41ctl.core.profile import Profile
 from smoke import stats
 from smoke.trace import Sample, Trace, Turn
@@ -518,6 +519,45 @@ def _clocks(name: str, case: _Case) -> Finding:
     return _ok(name, found, expected)
 
 
+def _power(name: str, case: _Case) -> Finding:
+    """A limit above the profile's, and any limit or offset that changed while the engine worked."""
+    if case.profile.hardware.gpus == 0:
+        return _skip(name, "no GPU in this profile")
+    wanted = case.profile.clocks.power_limit_w
+    expected = "the same power limit and clock offset from start to end"
+    fix = ("ds41ctl clocks status", "nvidia-smi -q -d POWER", "ds41ctl clocks lock")
+    rows = [(item.at, item.gpus) for item in case.trace.samples if item.gpus]
+    changes: list[str] = []
+    over: list[str] = []
+    read = 0
+    for index in range(max((len(gpus) for _, gpus in rows), default=0)):
+        cards = [(at, gpus[index]) for at, gpus in rows if index < len(gpus)]
+        limits = [(at, gpu.power_limit_w) for at, gpu in cards if gpu.power_limit_w is not None]
+        offsets = [(at, gpu.offset_mhz) for at, gpu in cards if gpu.offset_mhz is not None]
+        read += bool(limits)
+        for (_, was), (at, now) in itertools.pairwise(limits):
+            if abs(now - was) > TOLERANCE_W:
+                changes.append(f"GPU {index}: power limit {was:g} W, {now:g} W after {at / 60:.0f} min")
+        for (_, before), (at, after) in itertools.pairwise(offsets):
+            if after != before:
+                changes.append(f"GPU {index}: clock offset {before:+d} MHz, {after:+d} MHz after {at / 60:.0f} min")
+        highest = max((watts for _, watts in limits), default=0.0)
+        if wanted is not None and highest > wanted + TOLERANCE_W:
+            over.append(f"GPU {index} {highest:g} W")
+    if changes:
+        why = "somebody set it since, or the driver was loaded again: rates before and after are not comparable"
+        found = changes[0] + (f" and {len(changes) - 1} more changes" if changes[1:] else "")
+        return _fail(name, found, expected, why, *fix)
+    if over and wanted is not None:
+        why = "the profile's limit was not set: other rates, and cards that can fall off the bus"
+        return _fail(name, f"above {wanted:g} W: {', '.join(over)}", f"at most {wanted:g} W", why, *fix)
+    if read < case.profile.hardware.gpus:
+        if wanted is None:
+            return _skip(name, "the profile sets no power limit, and not every card states one")
+        return _unknown(name, f"a power limit of {read} GPUs was read", expected, "nvidia-smi -q -d POWER")
+    return _ok(name, "unchanged", expected)
+
+
 def _throttle(name: str, case: _Case) -> Finding:
     if case.profile.hardware.gpus == 0:
         return _skip(name, "no GPU in this profile")
@@ -619,6 +659,7 @@ CRITERIA: tuple[tuple[str, str, Callable[[str, _Case], Finding]], ...] = (
     ("soak.zombie", "no request was left behind", _zombie),
     ("soak.acceptance", "the drafter stayed useful", _acceptance),
     ("soak.clocks", "locked clocks stayed locked under load", _clocks),
+    ("soak.power-limit", "power limits and clock offsets stayed as they were", _power),
     ("soak.throttle", "no card slowed itself down", _throttle),
     ("soak.xid", "the driver reported no GPU fault", _xid),
     ("soak.store", "the Engram store stayed mapped", _store),

@@ -65,7 +65,7 @@ class Turn(_Event):
 
 
 class Gpu(BaseModel):
-    """One GPU at one moment. `throttle`: NVML's bits of clock event reasons."""
+    """One GPU at one moment. `throttle`: NVML's bits of clock event reasons; limit in W, clock offset in MHz."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,6 +73,8 @@ class Gpu(BaseModel):
     sm_mhz: int | None = None
     throttle: int | None = None
     temperature_c: int | None = None
+    power_limit_w: float | None = None
+    offset_mhz: int | None = None
 
 
 class Sample(_Event):

@@ -373,4 +373,11 @@ MATRIX: tuple[SilentFault, ...] = (
         "HW power brake",
         soaked("soak.throttle", throttle=lambda at: 0x80 if at > LATER else 0),
     ),
+    SilentFault(
+        "power limit gone",
+        "180 W, then 250 W, as after a new load of the driver",
+        "soak.power-limit",
+        "rates before and after are not comparable",
+        soaked("soak.power-limit", watts=lambda at: 250.0 if at > LATER else 180.0),
+    ),
 )

@@ -9,7 +9,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +18,14 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from ds41ctl.adapters import files, kernel, nvml, proc
+from ds41ctl.adapters import files, kernel, nvml, offset, proc
 from ds41ctl.adapters.store import boot_id
 from ds41ctl.core.errors import DeniedError, Ds41Error, LockedError
-from ds41ctl.core.lease import Lease, Process, Reading
+from ds41ctl.core.lease import TOLERANCE_W, Lease, Process, Reading, settings, to_give_back
+from ds41ctl.core.profile import Clocks
 
 SUDO_TIMEOUT_S = 10.0  # policy
+SUDO_LIST_TIMEOUT_S = 5.0  # policy: one question to sudo
 GUARDIAN_READY_S = 20.0  # policy: Python and NVML on a busy machine
 LOCK_WAIT_S = 30.0  # policy: another ds41ctl is between two of its writes
 SAMPLE_EVERY_S = 0.05
@@ -33,15 +36,26 @@ POLICIES = Path("/") / kernel.GOVERNORS
 
 
 class SudoControl:
-    """nvidia-smi through `sudo -n`, one fixed command line a GPU and direction; it never prompts."""
+    """nvidia-smi through `sudo -n`, one fixed command line a GPU and value; it never prompts.
+
+    The clock offset, which nvidia-smi cannot set, is set by this program's own Python where sudo allows everything.
+    """
 
     def lock(self, uuid: str, mhz: int) -> str:
         """Lock to exactly `mhz`."""
-        return _sudo_smi(lock_argv(uuid, mhz))
+        return _sudo(lock_argv(uuid, mhz))
 
     def reset(self, uuid: str) -> str:
         """Undo a lock."""
-        return _sudo_smi(reset_argv(uuid))
+        return _sudo(reset_argv(uuid))
+
+    def set_power(self, uuid: str, watts: float) -> str:
+        """Set the power limit."""
+        return _sudo(power_argv(uuid, watts))
+
+    def set_offset(self, uuid: str, mhz: int) -> str:
+        """Set the graphics clock offset."""
+        return _sudo(offset.argv(mhz, [uuid]))
 
 
 def smi_path() -> str:
@@ -59,12 +73,22 @@ def reset_argv(uuid: str) -> list[str]:
     return [smi_path(), "-i", uuid, "-rgc"]
 
 
+def power_argv(uuid: str, watts: float) -> list[str]:
+    """The command that sets one GPU's power limit."""
+    return [smi_path(), "-i", uuid, "-pl", f"{watts:g}"]
+
+
+def offset_by_hand(mhz: int, uuids: Sequence[str]) -> str:
+    """The line to paste where sudo asks for a password."""
+    return " ".join(["sudo", *offset.argv(mhz, uuids)])
+
+
 def governor_argv(policy: str) -> list[str]:
     """The command that takes a governor's name on its standard input."""
     return [shutil.which("tee") or "/usr/bin/tee", str(POLICIES / policy / "scaling_governor")]
 
 
-def _sudo_smi(argv: list[str]) -> str:
+def _sudo(argv: list[str]) -> str:
     done = proc.run(["sudo", "-n", *argv], timeout=SUDO_TIMEOUT_S)
     said = f"{done.stdout}\n{done.stderr}".strip()
     if done.timed_out:
@@ -86,6 +110,14 @@ def control(way: str) -> nvml.ClockControl:
 def way_of_this_user() -> Literal["root", "sudo"]:
     """NVML itself for root, sudo for others."""
     return "root" if os.geteuid() == 0 else "sudo"
+
+
+def sudo_allows(want: Clocks, uuid: str) -> bool:
+    """Whether sudoers lines allow this user every nvidia-smi command of a lease on that GPU. Runs none of them."""
+    commands = commands_of(want, nvml.Nvml().values([uuid]))
+    return bool(commands) and all(
+        proc.run(["sudo", "-n", "-l", *argv], timeout=SUDO_LIST_TIMEOUT_S).ok for argv in commands
+    )
 
 
 def set_governor(policy: str, governor: str, way: str) -> str:
@@ -124,7 +156,7 @@ def read(path: Path) -> Lease | None:
     except (ValueError, ValidationError, OSError) as error:
         raise Ds41Error(
             f"the clock lease {path} cannot be read: {str(error).splitlines()[0]}",
-            hints=(f"rm {path}", "sudo nvidia-smi -rgc   # resets the clocks of every GPU"),
+            hints=(f"rm {path}", *BY_HAND),
         ) from None
 
 
@@ -175,15 +207,16 @@ def acquire(
     *,
     profile: str,
     uuids: Sequence[str],
-    mhz: int,
-    governor: str = "",
+    want: Clocks,
     owner: Process | None = None,
 ) -> tuple[Lease, list[str]]:
-    """Lock `uuids` at `mhz` for `owner`; returns the lease and what could not be had beside the lock (governors).
+    """Set on `uuids` for `owner` what `want` names; returns the lease and what could not be had beside (governors,
+    the clock offset).
 
-    Journal (durable), guardian (watching), lock: in that order, so that no death leaves a lock nobody knows of.
-    Raises DeniedError or Ds41Error, with nothing locked, when a GPU refuses; LockedError when another lease holds
-    one of the GPUs.
+    Journal (durable), guardian (watching), power limits, locks, offsets: in that order, so that no death leaves a
+    value nobody knows of, and no card gets a higher clock before its power is bounded.
+    Raises DeniedError or Ds41Error, with nothing set, when a GPU refuses its limit or its lock; LockedError when
+    another lease holds one of the GPUs.
     """
     path = journal(state, profile)
     with exclusive(state):
@@ -197,17 +230,26 @@ def acquire(
                     hints=(f"ds41ctl clocks unlock --profile {other.profile}",),
                 )
         if (left := read(path)) is not None:
-            raise Ds41Error(f"an earlier lock of {len(left.uuids)} GPUs could not be undone", hints=(_BY_HAND,))
+            raise Ds41Error(f"an earlier lock of {len(left.uuids)} GPUs could not be undone", hints=BY_HAND)
+        found = nvml.Nvml().values(uuids)
+        power_before, offset_before, missed = _before(want, found)
         taken = {policy for _, other in leases(state) for policy in other.governors_before}
         now, _ = kernel.governors(Path("/"))
+        governor = want.governor
         before = (
             {policy: name for policy, name in (now or {}).items() if governor and name != governor} if not taken else {}
         )
         lease = Lease(
             profile=profile,
             boot_id=boot_id(),
-            mhz=mhz,
+            module=kernel.module_load(Path("/")),
             uuids=tuple(uuids),
+            mhz=want.sm_mhz,
+            power_limit_w=want.power_limit_w,
+            power_before_w=power_before,
+            offset_mhz=None if missed else want.offset_mhz,
+            offset_before_mhz=offset_before,
+            missed=missed,
             governor=governor,
             governors_before=before,
             owner=owner,
@@ -222,57 +264,174 @@ def acquire(
                 _forget(path)
                 raise
         driver = control(lease.way)
-        faults = [f"{uuid}: {text}" for uuid in uuids if (text := driver.lock(uuid, mhz))]
+        faults = _limited(driver, lease)
+        if not faults and lease.mhz is not None:
+            faults = [f"{uuid}: {text}" for uuid in uuids if (text := driver.lock(uuid, lease.mhz))]
         if faults:
-            _give_back(path, lease)
-            raise _refused(faults, mhz, profile)
-        notes = [text for policy in before if (text := set_governor(policy, governor, lease.way))]
+            _give_back(path, lease, ours=True)
+            raise _refused(faults, settings(want.sm_mhz, want.power_limit_w, None), profile)
+        lease = _shifted(driver, lease)
+        notes = [f"governor {text}" for policy in before if (text := set_governor(policy, governor, lease.way))]
         lease = lease.model_copy(update={"locked": True})
         _write(path, lease)
-        return lease, notes
+        return lease, [*lease.missed, *notes]
 
 
-_BY_HAND = "sudo nvidia-smi -rgc   # resets the clocks of every GPU"
+def _before(want: Clocks, found: Mapping[str, nvml.Values]) -> tuple[dict[str, float], dict[str, int], tuple[str, ...]]:
+    """(limits and offsets that will change, why the offset cannot be had). Raises Ds41Error for a limit that cannot be
+    given back, or that a card does not take: nothing has been touched then."""
+    power: dict[str, float] = {}
+    offsets: dict[str, int] = {}
+    missed: list[str] = []
+    for uuid, values in found.items():
+        if want.power_limit_w is not None:
+            power |= _power_before(uuid, want.power_limit_w, values)
+        if want.offset_mhz is None:
+            continue
+        at = values.offset
+        if at.mhz is None:
+            missed.append(f"{uuid}: {at.note}")
+        elif not (at.low is None or at.high is None or at.low <= want.offset_mhz <= at.high):
+            missed.append(f"{uuid}: it takes {at.low:+d} to {at.high:+d} MHz")
+        elif at.mhz != want.offset_mhz:
+            offsets[uuid] = at.mhz
+    if missed:
+        return power, {}, (_missed(want.offset_mhz or 0, missed),)
+    return power, offsets, ()
 
 
-def _refused(faults: list[str], mhz: int, profile: str) -> Ds41Error:
-    denied = any(word in fault.lower() for fault in faults for word in ("permission", "password", "sudo", "not found"))
-    kind = DeniedError if denied else Ds41Error
+def _power_before(uuid: str, wanted: float, values: nvml.Values) -> dict[str, float]:
+    limit, low, high = values.power_w, values.power_min_w, values.power_max_w
+    if limit is None:
+        raise Ds41Error(
+            f"{uuid}: its power limit cannot be read, so it could not be given back; nothing was set",
+            hints=("nvidia-smi -q -d POWER", "leave power_limit_w out of [clocks] in a profile of your own"),
+        )
+    if not (low is None or high is None or low - TOLERANCE_W <= wanted <= high + TOLERANCE_W):
+        raise Ds41Error(
+            f"{uuid}: a power limit of {wanted:g} W is outside {low:g} to {high:g} W, which the card takes",
+            hints=(f"set power_limit_w between {low:g} and {high:g} in [clocks] of a profile of your own",),
+        )
+    return {uuid: limit} if abs(limit - wanted) > TOLERANCE_W else {}
+
+
+def _missed(mhz: int, faults: Sequence[str]) -> str:
+    """Why the offset is not set. One card without it would leave the others waiting, so it is none or all."""
+    return f"clock offset {mhz:+d} MHz not set, {faults[0]}" + (f" and {len(faults) - 1} more" if faults[1:] else "")
+
+
+def _limited(driver: nvml.ClockControl, lease: Lease) -> list[str]:
+    """Set the power limits; returns what went wrong."""
+    wanted = lease.power_limit_w
+    if wanted is None:
+        return []
+    return [f"{uuid}: {text}" for uuid in lease.power_before_w if (text := _limit(driver, uuid, wanted))]
+
+
+def _limit(driver: nvml.ClockControl, uuid: str, watts: float) -> str:
+    """Set one power limit, and see that it is there."""
+    if text := driver.set_power(uuid, watts):
+        return text
+    now = nvml.Nvml().values([uuid])[uuid].power_w
+    if now is None or abs(now - watts) <= TOLERANCE_W:
+        return ""
+    return f"the driver took {watts:g} W and states {now:g} W"
+
+
+def _shifted(driver: nvml.ClockControl, lease: Lease) -> Lease:
+    """Set the offsets; the lease without them, and why, when one GPU refuses."""
+    wanted = lease.offset_mhz
+    if wanted is None:
+        return lease
+    faults: list[str] = []
+    for uuid in lease.offset_before_mhz:
+        if text := driver.set_offset(uuid, wanted):
+            faults.append(f"{uuid}: {text}")
+            break
+    if not faults:
+        return lease
+    stuck, _ = _offsets_back(driver, lease, ours=True)
+    left = {uuid: lease.offset_before_mhz[uuid] for uuid in stuck}
+    missed = (*lease.missed, _missed(wanted, faults))
+    return lease.model_copy(update={"offset_mhz": None, "offset_before_mhz": left, "missed": missed})
+
+
+BY_HAND = (
+    "sudo nvidia-smi -rgc   # resets the clocks of every GPU",
+    "nvidia-smi -q -d POWER   # shows each GPU's default limit, for: sudo nvidia-smi -i GPU -pl WATTS",
+)
+
+
+def denied(faults: Sequence[str]) -> bool:
+    """Whether a right is what is missing."""
+    return any(word in fault.lower() for fault in faults for word in ("permission", "password", "sudo", "not found"))
+
+
+def _refused(faults: list[str], what: str, profile: str) -> Ds41Error:
+    kind = DeniedError if denied(faults) else Ds41Error
     return kind(
-        f"{mhz} MHz cannot be locked: {faults[0]}" + (f" and {len(faults) - 1} more GPUs" if faults[1:] else ""),
+        f"{what} cannot be set: {faults[0]}" + (f" and {len(faults) - 1} more GPUs" if faults[1:] else ""),
         detail=faults if faults[1:] else (),
         hints=(f"ds41ctl clocks sudoers --profile {profile}   # the lines for sudo visudo -f /etc/sudoers.d/ds41ctl",),
     )
 
 
-def release(state: Path, profile: str, *, of: Process | None = None) -> list[str]:
-    """Undo a profile's lease (with `of`: only if it is that owner's); returns what could not be undone."""
+@dataclass(frozen=True)
+class Restored:
+    """What giving back came to: `stuck` could not be undone and stays in the journal, `kept` was left as it is."""
+
+    stuck: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+
+
+def release(state: Path, profile: str, *, of: Process | None = None) -> Restored:
+    """Undo a profile's lease (with `of`: only if it is that owner's)."""
     path = journal(state, profile)
     if not path.exists():
-        return []
+        return Restored()
     with exclusive(state):
         lease = read(path)
         if lease is None or (of is not None and lease.owner != of):
-            return []
+            return Restored()
         return _give_back(path, lease)
 
 
-def _give_back(path: Path, lease: Lease) -> list[str]:
+def void(lease: Lease) -> str:
+    """Why the driver has forgotten what was set, '' when it has not."""
+    return lease.void(boot_id(), kernel.module_load(Path("/")))
+
+
+def _give_back(path: Path, lease: Lease, *, ours: bool = False) -> Restored:
     """Reset what the journal names, forget it, end its guardian. What refuses stays in the journal."""
-    faults = restore(path, lease)
+    done = restore(path, lease, ours=ours)
     guardian = lease.guardian
     if guardian is not None and guardian.pid != os.getpid() and alive(guardian):
         proc.terminate([proc.Identity(guardian.pid, guardian.start_ticks)], grace=2.0, poll=0.01)
-    return faults
+    return done
 
 
-def restore(path: Path, lease: Lease) -> list[str]:
-    """Reset clocks and governors of a lease of this boot and drop its journal; returns what refused."""
+def restore(path: Path, lease: Lease, *, ours: bool = False) -> Restored:
+    """Give back what a lease set and drop its journal. `ours`: nobody else can have changed anything since.
+
+    What a reboot or a new load of the driver module has undone already is not set again: the numbers of before are
+    nobody's wish any more. A power limit, an offset or a governor that somebody has changed meanwhile stays.
+    """
+    gone = void(lease)
     if lease.boot_id != boot_id():
-        _forget(path)  # the driver forgot every lock when the machine went down
-        return []
+        _forget(path)
+        return Restored(kept=(f"nothing to give back: a lease {gone}",))
     driver = control(lease.way)
-    stuck = {uuid: text for uuid in lease.uuids if (text := driver.reset(uuid))}
+    notes = [f"clocks and limits not given back: the lease is {gone}, which has reset them"] if gone else []
+    offsets: dict[str, str] = {}
+    limits: dict[str, str] = {}
+    locks: dict[str, str] = {}
+    if not gone:
+        offsets, shifted = _offsets_back(driver, lease, ours=ours)
+        if lease.mhz is not None:
+            locks = {uuid: text for uuid in lease.uuids if (text := driver.reset(uuid))}
+        limits, raised = _limits_back(driver, lease, ours=ours)
+        notes += shifted + raised
+    stuck = {**limits, **offsets, **locks}
     kept: dict[str, str] = {}
     for policy, governor in lease.governors_before.items():
         # somebody who has chosen another governor meanwhile keeps it
@@ -280,17 +439,46 @@ def restore(path: Path, lease: Lease) -> list[str]:
             kept[policy] = text
     if not stuck and not kept:
         _forget(path)
-        return []
-    left = {policy: lease.governors_before[policy] for policy in kept}
-    _write(path, lease.model_copy(update={"uuids": tuple(stuck), "governors_before": left, "guardian": None}))
-    return [*(f"{uuid}: {text}" for uuid, text in stuck.items()), *kept.values()]
+        return Restored(kept=tuple(notes))
+    left = {
+        "uuids": tuple(stuck),
+        "mhz": lease.mhz if locks else None,
+        "power_before_w": {uuid: lease.power_before_w[uuid] for uuid in limits},
+        "offset_before_mhz": {uuid: lease.offset_before_mhz[uuid] for uuid in offsets},
+        "governors_before": {policy: lease.governors_before[policy] for policy in kept},
+        "guardian": None,
+    }
+    _write(path, lease.model_copy(update=left))
+    return Restored((*(f"{uuid}: {text}" for uuid, text in stuck.items()), *kept.values()), tuple(notes))
+
+
+def _limits_back(driver: nvml.ClockControl, lease: Lease, *, ours: bool) -> tuple[dict[str, str], list[str]]:
+    """(uuid -> what refused, what somebody else has set since). A GPU that is gone holds no limit."""
+    now = {uuid: item for uuid, item in nvml.Nvml().values(list(lease.power_before_w)).items() if not item.gone}
+    known = {uuid: watts for uuid, watts in lease.power_before_w.items() if uuid in now}
+    back, foreign = to_give_back(
+        lease.power_limit_w, known, {uuid: item.power_w for uuid, item in now.items()}, ours=ours
+    )
+    stuck = {uuid: f"power limit: {text}" for uuid, watts in back.items() if (text := _limit(driver, uuid, watts))}
+    return stuck, [f"{uuid}: power limit {watts:g} W is somebody else's, left" for uuid, watts in foreign.items()]
+
+
+def _offsets_back(driver: nvml.ClockControl, lease: Lease, *, ours: bool) -> tuple[dict[str, str], list[str]]:
+    """The same for clock offsets."""
+    now = {uuid: item for uuid, item in nvml.Nvml().values(list(lease.offset_before_mhz)).items() if not item.gone}
+    known = {uuid: mhz for uuid, mhz in lease.offset_before_mhz.items() if uuid in now}
+    back, foreign = to_give_back(
+        lease.offset_mhz, known, {uuid: item.offset.mhz for uuid, item in now.items()}, ours=ours
+    )
+    stuck = {uuid: f"clock offset: {text}" for uuid, mhz in back.items() if (text := driver.set_offset(uuid, mhz))}
+    return stuck, [f"{uuid}: clock offset {mhz:+d} MHz is somebody else's, left" for uuid, mhz in foreign.items()]
 
 
 def recover(state: Path) -> list[str]:
     """Put right what earlier runs left; returns a line for each thing done.
 
-    Another boot: the journal is dropped. A dead owner: its locks are undone. A live owner whose guardian was
-    killed gets a new one.
+    Another boot or another load of the driver module: the journal is dropped (governors outlast a module and are given
+    back). A dead owner: what it had is undone. A live owner whose guardian was killed gets a new one.
     """
     if not leases(state):
         return []
@@ -301,18 +489,20 @@ def recover(state: Path) -> list[str]:
 def _recover(state: Path) -> list[str]:
     done: list[str] = []
     for path, lease in leases(state):
-        if lease.boot_id != boot_id():
-            _forget(path)
-            done.append(f"{lease.profile}: a clock lease of an earlier boot was dropped")
+        if gone := void(lease):
+            stuck = _give_back(path, lease).stuck
+            done.append(f"{lease.profile}: a clock lease {gone} was dropped, its values are not set again")
+            done += [f"{lease.profile}: could not be reset: {text}" for text in stuck]
         elif lease.owner is None:
             continue
         elif not alive(lease.owner):
-            faults = _give_back(path, lease)
+            found = _give_back(path, lease)
             done.append(
                 f"{lease.profile}: clocks of {len(lease.uuids)} GPUs reset, their owner (pid {lease.owner.pid}) is gone"
-                if not faults
-                else f"{lease.profile}: clocks could not be reset: {faults[0]}"
+                if not found.stuck
+                else f"{lease.profile}: clocks could not be reset: {found.stuck[0]}"
             )
+            done += [f"{lease.profile}: {text}" for text in found.kept]
         elif not alive(lease.guardian):
             _guard(path, lease)
             done.append(f"{lease.profile}: the clock lease has a new guardian")
@@ -373,10 +563,27 @@ class Sampler:
             self._stop.wait(SAMPLE_EVERY_S)
 
 
-def sudoers(user: str, uuids: Sequence[str], mhz: int, policies: Sequence[str]) -> list[str]:
-    """The sudoers lines that allow exactly these commands. No wildcard: `*` would match blanks and further paths."""
-    commands = [argv for uuid in uuids for argv in (lock_argv(uuid, mhz), reset_argv(uuid))]
+def commands_of(want: Clocks, now: Mapping[str, nvml.Values]) -> list[list[str]]:
+    """Every nvidia-smi command that a lease of `want` runs; a limit to give back is that of now or the default."""
+    found: list[list[str]] = []
+    for uuid, values in now.items():
+        if want.sm_mhz is not None:
+            found += [lock_argv(uuid, want.sm_mhz), reset_argv(uuid)]
+        if want.power_limit_w is not None:
+            limits = dict.fromkeys((want.power_limit_w, values.power_w, values.power_default_w))
+            found += [power_argv(uuid, watts) for watts in limits if watts is not None]
+    return found
+
+
+def sudoers(user: str, want: Clocks, now: Mapping[str, nvml.Values], policies: Sequence[str]) -> list[str]:
+    """The sudoers lines that allow exactly the commands of a lease, none when it has none.
+
+    No wildcard: `*` would match blanks and further paths.
+    """
+    commands = commands_of(want, now)
     commands += [governor_argv(policy) for policy in policies]
+    if not commands:
+        return []
     escaped = [
         " ".join(word.replace("\\", "\\\\").replace(",", "\\,").replace(":", "\\:") for word in argv)
         for argv in commands

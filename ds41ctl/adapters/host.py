@@ -19,7 +19,7 @@ from typing import Literal
 
 import psutil
 
-from ds41ctl.adapters import caches, containers, cuda, distro, kernel, mounts, nvml, proc, smi
+from ds41ctl.adapters import caches, clocks, containers, cuda, distro, kernel, mounts, nvml, proc, smi
 from ds41ctl.adapters.textfile import integer as _integer
 from ds41ctl.adapters.textfile import line as _line
 from ds41ctl.adapters.textfile import numbered as _numbered
@@ -154,15 +154,14 @@ def collect(
 def _clock_permission(
     profile: Profile, survey: nvml.Survey, passwordless: bool | None
 ) -> Literal["", "root", "sudo", "none"]:
-    """How this user may lock SM clocks. A sudoers line may allow nvidia-smi's two commands and nothing else."""
-    if profile.clocks.sm_mhz is None or not survey.gpus:
+    """How this user may set what the profile's [clocks] name. Sudoers lines may allow nvidia-smi's commands alone."""
+    if not profile.clocks.touched or not survey.gpus:
         return ""
     if os.geteuid() == 0:
         return "root"
     if passwordless:
         return "sudo"
-    asked = proc.run(["sudo", "-n", "-l", "nvidia-smi", "-i", survey.gpus[0].uuid, "-rgc"], timeout=PROBE_TIMEOUT_S)
-    return "sudo" if asked.ok else "none"
+    return "sudo" if clocks.sudo_allows(profile.clocks, survey.gpus[0].uuid) else "none"
 
 
 # ---- GPUs and engines

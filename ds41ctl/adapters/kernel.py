@@ -63,6 +63,21 @@ def driver_module(root: Path) -> tuple[str | None, bool | None]:
     return (version[1] if version else None), "Open Kernel Module" in found
 
 
+def module_load(root: Path) -> str:
+    """Which load of the nvidia module this is, to be compared within one boot; '' when it cannot be known.
+
+    The kernel numbers the inodes of sysfs upwards, so a module that is loaded again has another one. Its times say
+    nothing: sysfs makes them up when a file is first looked at, and anew after it was dropped from the cache.
+    """
+    modules = root / "sys/module"
+    try:
+        return f"inode {(modules / 'nvidia').stat().st_ino}"
+    except FileNotFoundError:
+        return "not loaded" if modules.is_dir() else ""
+    except OSError:
+        return ""
+
+
 def held_packages(root: Path) -> dict[str, bool] | None:
     """Installed NVIDIA driver packages of dpkg and whether an upgrade is held back."""
     status = root / "var/lib/dpkg/status"

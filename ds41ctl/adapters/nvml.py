@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from ds41ctl.core.facts import GpuFacts, GpuProcess, NvLink, P2pMatrix
 MAX_LINKS = 36
 CLOCK_SM, CLOCK_MEMORY = 1, 2
 TEMPERATURE_GPU = 0
+CLOCK_GRAPHICS, PSTATE_0 = 0, 0
 UNCORRECTED, VOLATILE = 1, 0
 _REMOTE: dict[int, Literal["gpu", "npu", "switch"]] = {0: "gpu", 1: "npu", 2: "switch"}
 _COMPUTE_MODES = ("default", "exclusive-thread", "prohibited", "exclusive-process")
@@ -21,6 +23,7 @@ _PEER_CODES = ("OK", "CNS", "GNS", "TNS", "DR", "NS", "U")  # the words of `nvid
 _CAPABILITIES = ("read", "write", "nvlink", "atomics", "pcie")  # NVML_P2P_CAPS_INDEX_* 0 to 4
 
 ERROR_NOT_SUPPORTED, ERROR_NO_PERMISSION, ERROR_FUNCTION_NOT_FOUND, ERROR_GPU_LOST = 3, 4, 13, 15
+ERROR_ARGUMENT_VERSION = 25
 _NOTES = {
     2: "NVML refuses the value",
     3: "this GPU does not support it",
@@ -59,6 +62,31 @@ class Sample:
     throttle: int = 0
 
 
+@dataclass(frozen=True)
+class ClockOffset:
+    """Graphics clock offset of a GPU in performance state 0, MHz: now, and what it takes (None: not stated).
+
+    `note`: why nothing is known, '' when `mhz` is.
+    """
+
+    mhz: int | None = None
+    low: int | None = None
+    high: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Values:
+    """What of a GPU a lease sets beside its clock. None: not known. `gone`: the GPU does not answer at all."""
+
+    power_w: float | None = None
+    power_min_w: float | None = None
+    power_max_w: float | None = None
+    power_default_w: float | None = None
+    offset: ClockOffset = ClockOffset()
+    gone: bool = False
+
+
 class GpuReader(Protocol):
     """Reads GPUs."""
 
@@ -72,7 +100,7 @@ class GpuReader(Protocol):
 
 
 class ClockControl(Protocol):
-    """Locks SM clocks. Both return '' or what went wrong; success means only that the request was installed."""
+    """Sets what a lease holds. All return '' or what went wrong; success means only that the request was installed."""
 
     def lock(self, uuid: str, mhz: int) -> str:
         """Lock to exactly `mhz`."""
@@ -80,6 +108,14 @@ class ClockControl(Protocol):
 
     def reset(self, uuid: str) -> str:
         """Back to the driver's own choice."""
+        ...
+
+    def set_power(self, uuid: str, watts: float) -> str:
+        """Set the power limit."""
+        ...
+
+    def set_offset(self, uuid: str, mhz: int) -> str:
+        """Set the graphics clock offset."""
         ...
 
 
@@ -135,6 +171,41 @@ class Nvml:
         text = self._set(uuid, lambda library, handle: library.nvmlDeviceResetGpuLockedClocks(handle))
         return "" if text == _NOTES[ERROR_GPU_LOST] else text
 
+    def set_power(self, uuid: str, watts: float) -> str:
+        """Set one GPU's power limit (root); the card's own range bounds it."""
+        milliwatts = round(watts * 1000)
+        return self._set(uuid, lambda library, handle: library.nvmlDeviceSetPowerManagementLimit(handle, milliwatts))
+
+    def set_offset(self, uuid: str, mhz: int) -> str:
+        """Set one GPU's graphics clock offset in performance state 0 (root), and see that it is there."""
+
+        def work(library: Any, handle: Any) -> None:
+            _set_offset(library, handle, mhz)
+
+        if text := self._set(uuid, work):
+            return text
+        found = self.values([uuid])[uuid].offset
+        return "" if found.mhz == mhz else f"NVML took {mhz:+d} MHz, and reads {found.note or found.mhz}"
+
+    def values(self, uuids: Sequence[str]) -> dict[str, Values]:
+        """Power limit and clock offset of each GPU now; asks for no right."""
+        with self._session() as (library, failed):
+            if library is None:
+                return dict.fromkeys(uuids, Values(offset=ClockOffset(note=failed.note)))
+            found: dict[str, Values] = {}
+            for uuid in uuids:
+                try:
+                    handle = library.nvmlDeviceGetHandleByUUID(uuid)
+                except library.NVMLError as error:
+                    gone = getattr(error, "value", -1) == ERROR_GPU_LOST
+                    found[uuid] = Values(offset=ClockOffset(note=_note(error)), gone=gone)
+                    continue
+                low, high = _power_range(library, handle)
+                limit = _watts(_ask(library, "nvmlDeviceGetPowerManagementLimit", handle))
+                default = _watts(_ask(library, "nvmlDeviceGetPowerManagementDefaultLimit", handle))
+                found[uuid] = Values(limit, low, high, default, _clock_offset(library, handle))
+            return found
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Keep the library and the driver open; what is asked meanwhile is answered without a start."""
@@ -147,7 +218,7 @@ class Nvml:
                 return failed.note
             try:
                 work(library, library.nvmlDeviceGetHandleByUUID(uuid))
-            except library.NVMLError as error:
+            except (library.NVMLError, AttributeError) as error:  # the latter: a binding that has no such function
                 return "no permission" if getattr(error, "value", -1) == ERROR_NO_PERMISSION else _note(error)
             return ""
 
@@ -222,7 +293,8 @@ def _gpu(library: Any, index: int) -> GpuFacts | str:
     capability = ask("CudaComputeCapability")
     memory_clocks = ask("SupportedMemoryClocks")
     supported = ask("SupportedGraphicsClocks", max(memory_clocks)) if memory_clocks else None
-    limit, default = ask("PowerManagementLimit"), ask("PowerManagementDefaultLimit")
+    power_min, power_max = _power_range(library, handle)
+    offset = _clock_offset(library, handle)
     mode = ask("ComputeMode")
     return GpuFacts(
         index=index,
@@ -238,8 +310,14 @@ def _gpu(library: Any, index: int) -> GpuFacts | str:
         sm_supported_mhz=tuple(sorted(supported)) if supported is not None else None,
         memory_mhz=ask("ClockInfo", CLOCK_MEMORY),
         throttle=_throttle(library, handle),
-        power_limit_w=limit / 1000 if limit is not None else None,
-        power_default_w=default / 1000 if default is not None else None,
+        power_limit_w=_watts(ask("PowerManagementLimit")),
+        power_default_w=_watts(ask("PowerManagementDefaultLimit")),
+        power_min_w=power_min,
+        power_max_w=power_max,
+        offset_mhz=offset.mhz,
+        offset_min_mhz=offset.low,
+        offset_max_mhz=offset.high,
+        offset_note=offset.note,
         temperature_c=ask("Temperature", TEMPERATURE_GPU),
         persistence=_flag(ask("PersistenceMode")),
         ecc=_switch(library, "nvmlDeviceGetEccMode", handle),
@@ -258,6 +336,66 @@ def _gpu(library: Any, index: int) -> GpuFacts | str:
 
 def _flag(value: Any) -> bool | None:
     return None if value is None else bool(value)
+
+
+def _watts(milliwatts: Any) -> float | None:
+    return milliwatts / 1000 if isinstance(milliwatts, int) else None
+
+
+def _power_range(library: Any, handle: Any) -> tuple[float | None, float | None]:
+    found = _ask(library, "nvmlDeviceGetPowerManagementLimitConstraints", handle)
+    return (_watts(found[0]), _watts(found[1])) if found is not None else (None, None)
+
+
+def _clock_offset(library: Any, handle: Any) -> ClockOffset:
+    """The graphics clock offset: by performance state (drivers from 555), else by the one function before it."""
+    try:
+        info = _offsets(library, handle, "nvmlDeviceGetClockOffsets", 0)
+        return ClockOffset(info.clockOffsetMHz, info.minClockOffsetMHz, info.maxClockOffsetMHz)
+    except (library.NVMLError, AttributeError) as error:
+        first = error
+    try:
+        mhz = int(library.nvmlDeviceGetGpcClkVfOffset(handle))
+    except (library.NVMLError, AttributeError) as error:
+        return ClockOffset(note=_note(_telling(first, error)))
+    found = _ask(library, "nvmlDeviceGetGpcClkMinMaxVfOffset", handle)
+    return ClockOffset(mhz, found[0] if found else None, found[1] if found else None)
+
+
+def _set_offset(library: Any, handle: Any, mhz: int) -> None:
+    """Raises the library's NVMLError, of the way that says more when neither is to be had."""
+    try:
+        _offsets(library, handle, "nvmlDeviceSetClockOffsets", mhz)
+        return
+    except (library.NVMLError, AttributeError) as error:
+        if getattr(error, "value", ERROR_FUNCTION_NOT_FOUND) not in _ASK_THE_OLD_WAY:
+            raise
+        first = error
+    try:
+        library.nvmlDeviceSetGpcClkVfOffset(handle, mhz)
+    except (library.NVMLError, AttributeError) as error:
+        raise _telling(first, error) from None
+
+
+_ASK_THE_OLD_WAY = (ERROR_NOT_SUPPORTED, ERROR_FUNCTION_NOT_FOUND, ERROR_ARGUMENT_VERSION)
+
+
+def _offsets(library: Any, handle: Any, function: str, mhz: int) -> Any:
+    """Call one of the two functions of nvmlClockOffset_t. The binding's own wrappers drop the status they return, so
+    that a refusal would read as success and as an offset of 0: the function itself is asked."""
+    info = library.c_nvmlClockOffset_t()
+    info.version = library.nvmlClockOffset_v1
+    info.type, info.pstate, info.clockOffsetMHz = CLOCK_GRAPHICS, PSTATE_0, mhz
+    status = library._nvmlGetFunctionPointer(function)(handle, ctypes.byref(info))
+    if status:
+        raise library.NVMLError(status)
+    return info
+
+
+def _telling(first: Exception, second: Exception) -> Exception:
+    """Of two refusals the one that is about this GPU and not about this driver's age."""
+    missing = getattr(first, "value", ERROR_FUNCTION_NOT_FOUND) in (ERROR_FUNCTION_NOT_FOUND, ERROR_ARGUMENT_VERSION)
+    return second if missing else first
 
 
 def _throttle(library: Any, handle: Any) -> int | None:

@@ -14,12 +14,14 @@ from ds41ctl.adapters.running import Running
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """One GPU. MiB, MHz, NVML's bits of clock event reasons, degrees Celsius."""
+    """One GPU. MiB, MHz, NVML's bits of clock event reasons, degrees Celsius, W, MHz."""
 
     used_mib: float | None = None
     sm_mhz: int | None = None
     throttle: int | None = None
     temperature_c: int | None = None
+    power_limit_w: float | None = None
+    offset_mhz: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ def _gpus() -> tuple[GpuState, ...] | None:
                 sm_mhz=gpu.sm_mhz,
                 throttle=gpu.throttle,
                 temperature_c=gpu.temperature_c,
+                power_limit_w=gpu.power_limit_w,
+                offset_mhz=gpu.offset_mhz,
             )
         )
     return tuple(states)

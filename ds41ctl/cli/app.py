@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pack": ("pack", "Build the hybrid pack, or look into a pack"),
     "engine": ("engine", "Install, verify or list engines"),
     "engram": ("engram", "Build, show, verify or drop the Engram store"),
-    "clocks": ("clocks", "Hold the SM clocks, give them back"),
+    "clocks": ("clocks", "Hold clocks and power limits, give them back"),
     "serve": ("serve", "Start the engine, wait until tokens flow"),
     "status": ("status", "What runs, since when, and is it as started"),
     "logs": ("logs", "Show the engine's log"),

@@ -89,9 +89,12 @@ def plan_of_serve(session: Session) -> Plan:
 def _start(session: Session) -> list[PlannedStep]:
     """The start of the engine, and the clock lease it then owns."""
     clocks = session.profile.clocks
-    if clocks.sm_mhz is None:
+    if not clocks.touched:
         return [serve_step(session)]
-    what = f"lock SM clocks at {clocks.sm_mhz} MHz" + (f", governor {clocks.governor}" if clocks.governor else "")
+    parts = [f"lock SM clocks at {clocks.sm_mhz} MHz"] if clocks.sm_mhz is not None else []
+    parts += [f"set the power limit to {clocks.power_limit_w:g} W"] if clocks.power_limit_w is not None else []
+    parts += [f"set the clock offset to {clocks.offset_mhz:+d} MHz"] if clocks.offset_mhz is not None else []
+    what = ", ".join(parts + ([f"governor {clocks.governor}"] if clocks.governor else []))
     journal = session.dirs.state / "clocks" / f"{session.profile.name}.json"
     return [
         serve_step(session),

@@ -119,7 +119,10 @@ def _gpu(gpu: dict[str, Any]) -> str:
         return "unknown" if value is None else f"{value:,} {unit}"
 
     memory = f"{shown(gpu['used_mib'], 'MiB')} of {shown(gpu['total_mib'], 'MiB')}"
-    return f"{memory}, {shown(gpu['sm_mhz'], 'MHz')}, {shown(gpu['temperature_c'], 'C')}"
+    limit = gpu["power_limit_w"]
+    power = "limit unknown" if limit is None else f"limit {limit:g} W"
+    offset = f", offset {gpu['offset_mhz']:+d} MHz" if gpu["offset_mhz"] else ""
+    return f"{memory}, {shown(gpu['sm_mhz'], 'MHz')}{offset}, {power}, {shown(gpu['temperature_c'], 'C')}"
 
 
 def _load(load: dict[str, Any] | None) -> str:

@@ -25,6 +25,8 @@ def stop(profile: options.ProfileOpt = None, json: options.JsonOpt = False) -> N
     cli.out.progress(f"stopping {session.profile.name} (pid {record.pid})", force=True)
     done = steps.end(session.layout, record)
     cli.out.data({"stopped": True, "was_running": done.was_alive, "processes": done.processes, "seconds": done.seconds})
+    for text in done.kept:
+        cli.out.note(text)
     how = f"{done.processes} processes ended" if done.was_alive else "it was already dead; its remains were cleared"
     cli.out.line(
         f"stopped {session.profile.name}: {how}, port {record.port} closed, nothing left   {done.seconds:.1f} s",

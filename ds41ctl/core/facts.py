@@ -398,6 +398,12 @@ class GpuFacts(_Facts):
     throttle: int | None = Field(None, description="NVML's bit mask of current clock event reasons")
     power_limit_w: float | None = None
     power_default_w: float | None = None
+    power_min_w: float | None = Field(None, description="the card takes no limit below this")
+    power_max_w: float | None = Field(None, description="the card takes no limit above this")
+    offset_mhz: int | None = Field(None, description="graphics clock offset in performance state 0")
+    offset_min_mhz: int | None = None
+    offset_max_mhz: int | None = None
+    offset_note: str = Field("", description="why the offset is not known")
     temperature_c: int | None = None
     persistence: bool | None = None
     ecc: bool | None = Field(None, description="False also for a card without ECC")

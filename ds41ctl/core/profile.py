@@ -60,7 +60,6 @@ class Hardware(_Model):
     )
     pcie_gen: int = Field(0, ge=0, le=7, description="PCIe generation the numbers were measured with; 0: not judged")
     pcie_width: int = Field(0, ge=0, le=32, description="PCIe lanes; 0: not judged")
-    power_limit_w: float | None = Field(None, ge=50, le=2000, description="power limit the numbers were measured with")
 
 
 class HubSource(_Model):
@@ -247,10 +246,19 @@ class Engram(_Model):
 
 
 class Clocks(_Model):
-    """SM clock to lock. None leaves the clocks alone."""
+    """What of the GPUs is set while the engine lives, and given back. None leaves it alone."""
 
-    sm_mhz: int | None = Field(None, ge=100, le=5000)
+    sm_mhz: int | None = Field(None, ge=100, le=5000, description="SM clock to lock, MHz")
+    power_limit_w: float | None = Field(None, ge=50, le=2000, description="power limit of each GPU, W")
+    offset_mhz: int | None = Field(
+        None, ge=-1000, le=1000, description="graphics clock offset in performance state 0, MHz"
+    )
     governor: Literal["", "performance", "powersave", "schedutil", "ondemand", "conservative", "userspace"] = ""
+
+    @property
+    def touched(self) -> bool:
+        """Something of the GPUs is to be set."""
+        return (self.sm_mhz, self.power_limit_w, self.offset_mhz) != (None, None, None)
 
 
 class Smoke(_Model):

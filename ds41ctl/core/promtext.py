@@ -38,6 +38,7 @@ def render(tree: dict[str, Any], now: float) -> str:
     for name, key, scale in (
         ("gpu_memory_used_bytes", "used_mib", 1 << 20),
         ("gpu_sm_clock_hertz", "sm_mhz", 1_000_000),
+        ("gpu_power_limit_watts", "power_limit_w", 1),
         ("gpu_temperature_celsius", "temperature_c", 1),
     ):
         rows = [(f',gpu="{gpu["index"]}"', None if gpu.get(key) is None else gpu[key] * scale) for gpu in gpus]

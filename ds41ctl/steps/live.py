@@ -14,6 +14,7 @@ from ds41ctl.adapters.running import Running
 from ds41ctl.core.faults import fingerprint
 from ds41ctl.core.launch import RUN_MARKER
 from ds41ctl.core.layout import Layout
+from ds41ctl.core.lease import changed, settings
 from ds41ctl.core.watch import Look, rate
 from ds41ctl.steps import proof, serve
 
@@ -72,9 +73,13 @@ def _engram(layout: Layout, record: Running) -> str:
 
 def _lease(layout: Layout) -> str:
     lease = clocks.read(clocks.journal(layout.dirs.state, layout.name))
+    want = layout.profile.clocks
     if lease is None:
-        return "" if layout.profile.clocks.sm_mhz is None else f"not locked ({layout.profile.clocks.sm_mhz} MHz wanted)"
-    return f"locked at {lease.mhz} MHz on {len(lease.uuids)} GPUs"
+        wanted = settings(want.sm_mhz, want.power_limit_w, want.offset_mhz)
+        return f"not locked ({wanted} wanted)" if wanted else ""
+    if gone := clocks.void(lease):
+        return f"not locked any more: the lease is {gone}"
+    return "; ".join((f"locked at {lease.text or 'nothing'} on {len(lease.uuids)} GPUs", *lease.missed))
 
 
 def gpus(layout: Layout) -> list[dict[str, Any]]:
@@ -91,6 +96,8 @@ def gpus(layout: Layout) -> list[dict[str, Any]]:
             else gpu.memory_total_mib - gpu.memory_free_mib,
             "total_mib": gpu.memory_total_mib,
             "sm_mhz": gpu.sm_mhz,
+            "power_limit_w": gpu.power_limit_w,
+            "offset_mhz": gpu.offset_mhz,
             "temperature_c": gpu.temperature_c,
             "throttle": gpu.throttle,
         }
@@ -156,6 +163,9 @@ def drift(layout: Layout, record: Running) -> list[str]:
         found.append("the profile changed since the start")
     if record.engine_digest != enginevenv.manifest_digest(layout.engine_dir):
         found.append("the engine on disk is not the one that runs")
+    lease = clocks.read(clocks.journal(layout.dirs.state, layout.name))
+    if lease is not None and not clocks.void(lease) and (lease.power_limit_w, lease.offset_mhz) != (None, None):
+        found += changed(lease, nvml.survey().gpus or ())
     if record.container:
         state = containers.state(record.runtime, record.container)
         if state is not None and state.restarts:

@@ -25,6 +25,7 @@ class Stopped:
     processes: int
     seconds: float
     was_alive: bool
+    kept: tuple[str, ...] = ()  # power limits and the like that somebody else has set since
 
 
 def end(layout: Layout, record: Running, *, grace_s: float = GRACE_S) -> Stopped:
@@ -60,7 +61,8 @@ def end(layout: Layout, record: Running, *, grace_s: float = GRACE_S) -> Stopped
         holder = host.probe_port(record.host, record.port).holder
         problems.append(f"port {record.port} is still in use" + (f" by {proc.describe(holder.pid)}" if holder else ""))
     owner = Process(pid=record.pid, start_ticks=record.start_ticks)
-    problems += [f"clock not reset: {fault}" for fault in clocks.release(layout.dirs.state, layout.name, of=owner)]
+    given = clocks.release(layout.dirs.state, layout.name, of=owner)
+    problems += [f"clock not reset: {fault}" for fault in given.stuck]
     if same_boot and record.idle_vram_mib:
         problems += _vram_left(record, family)
     if problems:
@@ -70,7 +72,7 @@ def end(layout: Layout, record: Running, *, grace_s: float = GRACE_S) -> Stopped
             hints=("ds41ctl stop",),
         )
     running.forget(layout.record_path, record)
-    return Stopped(len(family), time.monotonic() - started, alive)
+    return Stopped(len(family), time.monotonic() - started, alive, given.kept)
 
 
 def _end_container(record: Running, grace_s: float) -> list[str]:

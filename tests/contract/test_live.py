@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ds41ctl.adapters import files, proc, profiles, running, store
+from ds41ctl.adapters import clocks, files, kernel, nvml, proc, profiles, running, store
 from ds41ctl.adapters.running import Member, Running
+from ds41ctl.core.facts import GpuFacts
 from ds41ctl.core.layout import Dirs, Layout, layout
+from ds41ctl.core.lease import Lease
 from ds41ctl.core.settings import Settings
 from ds41ctl.steps import live
 from ds41ctl.steps.watchdog import Watchdog
@@ -90,6 +92,26 @@ def test_another_command_line_and_another_environment_are_drift(where: Layout, p
     assert live.drift(where, record) == ["the live environment differs: GIVEN, GONE"]
     other = record.model_copy(update={"argv": (sys.executable, "-c", "pass")})
     assert "the live command line differs from the one that was started" in live.drift(where, other)
+
+
+def test_a_power_limit_that_is_not_the_lease_s_any_more_is_drift(
+    where: Layout, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = recorded(where, pair[0].pid, pair[1].pid, argv=ARGV, env={"GIVEN": "1"})
+    lease = Lease(
+        profile="cpu-tiny", boot_id=store.boot_id(), module=kernel.module_load(Path("/")), uuids=("GPU-0",),
+        power_limit_w=200, power_before_w={"GPU-0": 250}, locked=True, created_at="now",
+    )  # fmt: skip
+    path = clocks.journal(where.dirs.state, where.name)
+    files.publish(path, [lease.model_dump_json().encode()])
+    for watts, found in ((200.0, []), (250.0, ["GPU 0: power limit 250 W now, 200 W was set"])):
+        gpu = GpuFacts(index=0, name="card", uuid="GPU-0", power_limit_w=watts)
+        monkeypatch.setattr(nvml, "survey", lambda library=None, gpu=gpu: nvml.Survey((gpu,)))
+        assert live.drift(where, record) == found
+    assert live.collect(where)["clocks"] == "locked at 200 W on 1 GPUs"
+    files.publish(path, [lease.model_copy(update={"module": "inode 7"}).model_dump_json().encode()])
+    assert live.drift(where, record) == [], "the driver has forgotten it, and the lease is nobody's"
+    assert "loaded again" in live.collect(where)["clocks"]
 
 
 def test_a_record_of_an_older_version_is_still_read(where: Layout, pair: Pair) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ds41ctl.adapters import caches, clocks, containers, cuda, deep, kernel, peercopy, proc, profiles, smi
+from ds41ctl.adapters import caches, clocks, containers, cuda, deep, kernel, nvml, peercopy, proc, profiles, smi
 from ds41ctl.core.facts import ToolFacts
 from ds41ctl.core.layout import Dirs, layout
+from ds41ctl.core.profile import Clocks
 from ds41ctl.core.settings import Settings
 from tests.contract.test_host import program, write
 from tests.facts.replay import FACTS
@@ -346,8 +347,43 @@ def test_sudo_runs_one_fixed_command_a_card_and_never_prompts(tmp_path: Path, mo
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
     control = clocks.SudoControl()
     assert control.lock("GPU-a", 1530) == "" and control.reset("GPU-a") == ""
+    assert control.set_power("GPU-a", 200.0) == ""
     smi_path = str(tmp_path / "bin/nvidia-smi")
-    assert log.read_text().splitlines() == [f"-n {smi_path} -i GPU-a -lgc 1530,1530", f"-n {smi_path} -i GPU-a -rgc"]
+    assert log.read_text().splitlines() == [
+        f"-n {smi_path} -i GPU-a -lgc 1530,1530",
+        f"-n {smi_path} -i GPU-a -rgc",
+        f"-n {smi_path} -i GPU-a -pl 200",
+    ]
+
+
+def test_the_clock_offset_is_set_by_our_own_python_where_sudo_allows_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    program(tmp_path / "bin", "sudo", f'printf "%s\\n" "$*" >> {log}')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    assert clocks.SudoControl().set_offset("GPU-a", -50) == ""
+    assert log.read_text().strip() == f"-n {sys.executable} -P -m ds41ctl.adapters.offset -50 GPU-a"
+
+
+@pytest.mark.parametrize(
+    ("want", "refused", "allowed"),
+    [
+        (Clocks(power_limit_w=200), "-pl 250", False),  # what is set could not be given back
+        (Clocks(power_limit_w=200), "-pl 200", False),
+        (Clocks(power_limit_w=200), "-lgc", True),
+        (Clocks(sm_mhz=1530), "-rgc", False),
+        (Clocks(offset_mhz=200), "nothing", False),  # no line of ours can allow it
+    ],
+)
+def test_sudo_must_allow_every_command_of_the_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, want: Clocks, refused: str, allowed: bool
+) -> None:
+    program(tmp_path / "bin", "sudo", f'case "$*" in *"{refused}"*) exit 1;; esac; [ "$2" = -l ]')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
+    known = {"GPU-a": nvml.Values(power_w=250.0, power_default_w=250.0)}
+    monkeypatch.setattr(nvml.Nvml, "values", lambda self, uuids: known)
+    assert clocks.sudo_allows(want, "GPU-a") is allowed
 
 
 @pytest.mark.parametrize(
@@ -378,9 +414,12 @@ def test_without_sudo_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_sudoers_lines_name_whole_commands_without_wildcards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program(tmp_path / "bin", "nvidia-smi", "true")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin:/usr/bin")
-    alias, rule = clocks.sudoers("alice", ["GPU-a", "GPU-b"], 1530, ["policy0"])
+    want = Clocks(sm_mhz=1530, power_limit_w=200)
+    now = {uuid: nvml.Values(power_w=230.5, power_default_w=250.0) for uuid in ("GPU-a", "GPU-b")}
+    alias, rule = clocks.sudoers("alice", want, now, ["policy0"])
     assert rule == "alice ALL=(root) NOPASSWD: DS41_CLOCKS"
     assert alias.count("-lgc 1530\\,1530") == 2 and alias.count("-rgc") == 2
+    assert [alias.count(f"-pl {watts}") for watts in ("200", "230.5", "250")] == [2, 2, 2], "set, and both ways back"
     assert "tee /sys/devices/system/cpu/cpufreq/policy0/scaling_governor" in alias
     assert "*" not in alias
 
@@ -407,8 +446,71 @@ def test_governors_are_saved_and_restored_per_policy(tmp_path: Path, monkeypatch
     )
     path = tmp_path / "lease.json"
     path.write_text(lease.model_dump_json())
-    assert clocks.restore(path, lease) == [] and not path.exists()
+    assert clocks.restore(path, lease).stuck == () and not path.exists()
     found = {policy.name: (policy / "scaling_governor").read_text().strip() for policy in base.iterdir()}
     assert found == {"policy0": "schedutil", "policy1": "powersave", "policy2": "ondemand"}, (
         "a policy that somebody has changed meanwhile is left alone"
     )
+
+
+def test_governors_outlast_a_driver_module_and_are_given_back_when_it_was_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ds41ctl.adapters.store import boot_id
+    from ds41ctl.core.lease import Lease
+
+    base = tmp_path / "cpufreq"
+    write(base, {"policy0/scaling_governor": "performance"})
+    monkeypatch.setattr(clocks, "POLICIES", base)
+    monkeypatch.setattr(kernel, "module_load", lambda root: "inode 8")
+    lease = Lease(
+        profile="p",
+        boot_id=boot_id(),
+        module="inode 7",
+        mhz=1530,
+        uuids=("GPU-a",),
+        power_limit_w=200,
+        power_before_w={"GPU-a": 250},
+        governor="performance",
+        governors_before={"policy0": "schedutil"},
+        created_at="now",
+    )
+    path = tmp_path / "lease.json"
+    path.write_text(lease.model_dump_json())
+    done = clocks.restore(path, lease)
+    assert done.stuck == () and "loaded again" in done.kept[0], "no GPU was asked: here is none, and it would refuse"
+    assert (base / "policy0/scaling_governor").read_text().strip() == "schedutil" and not path.exists()
+
+
+# ---- which load of the driver module
+
+
+def test_a_module_that_was_loaded_again_is_another_load(tmp_path: Path) -> None:
+    module = tmp_path / "sys/module/nvidia"
+    module.mkdir(parents=True)
+    first = kernel.module_load(tmp_path)
+    os.utime(module, (1, 1))
+    assert kernel.module_load(tmp_path) == first, "times of sysfs say nothing"
+    other = tmp_path / "sys/module/new"  # exists at the same time, so it has another inode on any file system
+    other.mkdir()
+    module.rmdir()
+    other.rename(module)
+    assert kernel.module_load(tmp_path) not in (first, "", "not loaded")
+    module.rmdir()
+    assert kernel.module_load(tmp_path) == "not loaded"
+    module.parent.rmdir()
+    assert kernel.module_load(tmp_path) == "", "no sysfs here: not known, which is not the same as none"
+
+
+def test_the_kernel_never_gives_a_new_entry_the_inode_of_one_that_is_gone() -> None:
+    """What `module_load` rests on, on this kernel, by folders that any root may make: cgroups are of the same make."""
+    folder = Path(f"/sys/fs/cgroup/ds41ctl-test-{os.getpid()}")
+    seen = []
+    for _ in range(3):
+        try:
+            folder.mkdir()
+        except OSError as error:
+            pytest.skip(f"no cgroup may be made here: {error}")
+        seen.append(folder.stat().st_ino)
+        folder.rmdir()
+    assert len(set(seen)) == 3

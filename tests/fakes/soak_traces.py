@@ -34,6 +34,8 @@ class Script:
     kv: Change = lambda at: 0.0
     mhz: Change = lambda at: 1530.0
     throttle: Change = lambda at: 0.0
+    watts: Change | None = lambda at: 300.0
+    offset: Change = lambda at: 0.0
     xid: Callable[[float], int | None] = lambda at: 0
     mapped: Callable[[float], bool | None] = lambda at: True
     engine: Callable[[float], str] = lambda at: "pid 10, started 5"
@@ -110,7 +112,13 @@ def _sample(s: Script, at: float, counts: list[tuple[float, int]]) -> Sample:
     if s.reset_at is not None and at >= s.reset_at:
         made -= float(sum(said for sent, said in counts if sent + 3 <= s.reset_at))
     skew = 3600.0 if s.wall_step_at is not None and at >= s.wall_step_at else 0.0
-    gpu = Gpu(used_mib=s.vram(at), sm_mhz=int(s.mhz(at)), throttle=int(s.throttle(at)))
+    gpu = Gpu(
+        used_mib=s.vram(at),
+        sm_mhz=int(s.mhz(at)),
+        throttle=int(s.throttle(at)),
+        power_limit_w=s.watts(at) if s.watts else None,
+        offset_mhz=int(s.offset(at)),
+    )
     return Sample(
         at=at,
         wall=1_800_000_000 + at + skew,

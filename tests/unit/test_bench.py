@@ -148,6 +148,18 @@ def test_a_slowed_card_and_a_swapping_machine_are_marks() -> None:
     assert "swapped 5000 pages" in bench._machine(calm, HostState(swapped_pages=5010))[0]
 
 
+def test_a_power_limit_or_clock_offset_that_changed_meanwhile_is_a_mark() -> None:
+    def host(watts: float | None, mhz: int | None) -> HostState:
+        return HostState(gpus=(GpuState(power_limit_w=180.0), GpuState(power_limit_w=watts, offset_mhz=mhz)))
+
+    marks = bench._machine(host(180.0, 200), host(250.0, 0))
+    assert marks == [
+        "GPU 1: power limit 180 W before and 250 W after",
+        "GPU 1: clock offset +200 MHz before and +0 MHz after",
+    ]
+    assert bench._machine(host(180.0, 200), host(None, None)) == [], "what cannot be read has not changed"
+
+
 def test_a_machine_that_works_for_others_is_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.os, "cpu_count", lambda: 2)
     before, after = HostState(engine_cpu_s=10, machine_cpu_s=100), HostState(engine_cpu_s=16, machine_cpu_s=113)

@@ -146,6 +146,17 @@ def test_dry_run_writes_nothing(capsys: pytest.CaptureFixture[str], isolated: Pa
     assert list(isolated.iterdir()) == []
 
 
+def test_the_plan_names_what_will_be_set_on_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    def clocks(name: str) -> list[str]:
+        steps = document(capsys, "serve", "--profile", name, "--dry-run")["data"]["steps"]
+        return [step["what"] for step in steps if step["step"] == "clocks"]
+
+    power = "set the power limit to 200 W, set the clock offset to +200 MHz, until the engine ends"
+    assert clocks("cmp170hx-tp4") == [power]
+    assert clocks("v100-pp2tp4") == ["lock SM clocks at 1530 MHz, governor performance, until the engine ends"]
+    assert clocks("cpu-tiny") == []
+
+
 def test_flags_win_over_variables_and_config_shows_origins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

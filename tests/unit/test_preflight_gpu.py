@@ -63,6 +63,17 @@ def whole(**values: object) -> Change:
     return lambda facts: changed(facts, **values)
 
 
+def both(first: Change, second: Change) -> Change:
+    return lambda facts: second(first(facts))
+
+
+def may_nothing(facts: HostFacts) -> HostFacts:
+    """Neither root nor sudo."""
+    return changed(changed(facts, "system", sudo_passwordless=False), clock_permission="none")
+
+
+NOBODY: Change = may_nothing
+
 # (check, machine, change, status, words of the summary)
 ROWS: list[tuple[str, str, Change, str, str]] = [
     ("gpu.capability", V100, card(5, compute_capability="8.0"), "fail", "GPU 5 8.0"),
@@ -102,8 +113,28 @@ ROWS: list[tuple[str, str, Change, str, str]] = [
     ("gpu.ecc", V100, cards(ecc=False, ecc_uncorrected=None), "skip", ""),
     ("gpu.ecc", V100, card(1, ecc=None), "unknown", ""),
     ("gpu.persistence", V100, card(3, persistence=False), "warn", "GPU 3"),
-    ("gpu.power-limit", CMP, card(3, power_limit_w=250.0), "warn", "GPU 3 250 W"),
-    ("gpu.power-limit", CMP, cards(power_limit_w=180.0), "ok", ""),
+    ("gpu.power-limit", CMP, whole(), "ok", "200 W"),
+    ("gpu.power-limit", CMP, card(3, power_limit_w=250.0), "ok", "GPU 3 250 W now, will be set to 200 W"),
+    (
+        "gpu.power-limit",
+        CMP,
+        both(card(3, power_limit_w=250.0), NOBODY),
+        "warn",
+        "power limit above 200 W: GPU 3 250 W",
+    ),
+    ("gpu.power-limit", CMP, both(cards(power_limit_w=180.0), NOBODY), "ok", "below 200 W"),
+    ("gpu.power-limit", CMP, cards(power_limit_w=180.0), "ok", "180 W now, will be set to 200 W"),
+    ("gpu.power-limit", CMP, card(1, power_max_w=180.0), "fail", "GPU 1 takes 100 to 180 W"),
+    ("gpu.power-limit", CMP, cards(power_min_w=220.0), "fail", "200 W is outside what the cards take"),
+    ("gpu.power-limit", CMP, card(1, power_limit_w=None), "unknown", ""),
+    ("gpu.clock-offset", CMP, whole(), "ok", "+0 MHz now, +200 MHz while the engine runs"),
+    ("gpu.clock-offset", CMP, cards(offset_mhz=200), "ok", "+200 MHz"),
+    ("gpu.clock-offset", CMP, both(cards(offset_mhz=200), NOBODY), "ok", "+200 MHz"),
+    ("gpu.clock-offset", CMP, NOBODY, "warn", "may not change it"),
+    ("gpu.clock-offset", CMP, card(2, offset_mhz=None, offset_note="no such"), "warn", "NVML cannot set"),
+    ("gpu.clock-offset", CMP, card(2, offset_mhz=None), "unknown", ""),
+    ("gpu.clock-offset", CMP, card(2, offset_max_mhz=150), "warn", "GPU 2 takes -500 to +150 MHz"),
+    ("gpu.clock-offset", V100, whole(), "skip", ""),
     ("gpu.power-limit", V100, cards(power_limit_w=250.0), "skip", ""),
     ("gpu.throttle", V100, card(3, throttle=0x80), "fail", "GPU 3 hardware power brake"),
     ("gpu.throttle", V100, card(3, throttle=0x48), "fail", "hardware slowdown and hardware thermal slowdown"),
@@ -137,8 +168,10 @@ ROWS: list[tuple[str, str, Change, str, str]] = [
     ("gpu.clock-target", V100, card(2, sm_supported_mhz=(1507, 1537), sm_max_mhz=1537), "fail", "not a clock of GPU 2"),
     ("gpu.clock-target", V100, card(2, sm_max_mhz=None, sm_supported_mhz=None), "unknown", ""),
     ("gpu.clock-target", CMP, whole(), "skip", ""),
-    ("gpu.clock-permission", V100, whole(clock_permission="none"), "warn", "cannot be locked"),
+    ("gpu.clock-permission", V100, whole(clock_permission="none"), "warn", "cannot be set"),
     ("gpu.clock-permission", V100, whole(clock_permission="root"), "ok", ""),
+    ("gpu.clock-permission", CMP, NOBODY, "warn", "200 W, offset +200 MHz cannot be set"),
+    ("gpu.clock-permission", CMP, whole(clock_permission=""), "unknown", ""),
     ("host.governor", V100, part("system", governors={}), "skip", ""),
     (
         "host.governor",

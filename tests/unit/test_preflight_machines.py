@@ -246,6 +246,8 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
     "cmp170hx-4x-stock-driver": {
         "serve": {
             "gpu.power-limit": "warn",
+            "gpu.clock-offset": "warn",
+            "gpu.clock-permission": "warn",
             "gpu.pcie": "warn",
             "gpu.peer-access": "fail",
             "gpu.peer-route": "warn",

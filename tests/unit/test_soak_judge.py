@@ -25,6 +25,7 @@ GPU = CPU.model_copy(
         "clocks": CPU.clocks.model_copy(update={"sm_mhz": 1530}),
     }
 )
+CAPPED = GPU.model_copy(update={"clocks": GPU.clocks.model_copy(update={"power_limit_w": 200.0})})
 DRAFTED = GPU.model_copy(
     update={
         "soak": GPU.soak.model_copy(update={"acceptance_min": 0.4}),
@@ -96,6 +97,12 @@ CASES: list[tuple[str, Profile, dict[str, Any], str, str]] = [
     ("one dip of a clock", GPU, {"gpus": 2, "mhz": lambda at: 1200.0 if at == 900 else 1530.0}, "pass", ""),
     ("power brake", GPU, {"gpus": 2, "throttle": after(HALF, 0x80, 0)}, "fail", "soak.throttle"),
     ("the power cap alone", GPU, {"gpus": 2, "throttle": lambda at: 0x4}, "pass", ""),
+    ("a lifted power limit", GPU, {"gpus": 2, "watts": after(HALF, 250.0, 200.0)}, "fail", "soak.power-limit"),
+    ("a clock offset that goes", GPU, {"gpus": 2, "offset": after(HALF, 0.0, 200.0)}, "fail", "soak.power-limit"),
+    ("a power limit that was never set", CAPPED, {"gpus": 2, "watts": lambda at: 250.0}, "fail", "soak.power-limit"),
+    ("a power limit below the profile's", CAPPED, {"gpus": 2, "watts": lambda at: 180.0}, "pass", ""),
+    ("the power limit of the profile", CAPPED, {"gpus": 2, "watts": lambda at: 200.0}, "pass", ""),
+    ("a power limit that cannot be read", CAPPED, {"gpus": 2, "watts": None}, "inconclusive", "soak.power-limit"),
     ("one error", CPU, {"outcome": bad_at("error", 12)}, "fail", "soak.errors"),
     ("one time-out", CPU, {"outcome": bad_at("timeout", 12)}, "fail", "soak.errors"),
     ("one broken stream", CPU, {"outcome": bad_at("interrupted", 12)}, "fail", "soak.interrupted"),

@@ -169,8 +169,11 @@ def cmp(*, mib: tuple[int, ...] = (65536, 65536, 65536, 65536)) -> Machine:
             "sm_max_mhz": 1695,
             "memory_mhz": 1458,
             "throttle": 1,
-            "power_mw": 200000,
+            "power_mw": 250000,
             "power_default_mw": 250000,
+            "power_min_mw": 100000,
+            "power_max_mw": 250000,
+            "offset": 0,
             "temperature": 41,
             "persistence": 1,
             "compute_mode": 0,
@@ -227,6 +230,17 @@ class Driver:
             if with_text.strip():
                 found[int(path.stem[3:])] = int(with_text)
         return found
+
+    def values(self, what: str) -> dict[int, int]:
+        """GPU -> what a setter has left: `power` in mW, `offset` in MHz."""
+        found = {int(path.stem[3:]): path.read_text() for path in sorted(self.folder.glob(f"gpu*.{what}"))}
+        return {gpu: int(text) for gpu, text in found.items() if text.strip()}
+
+    def forget(self) -> None:
+        """What a reboot or a new load of the driver does: nothing that was set is left."""
+        for what in ("lock", "power", "offset"):
+            for path in self.folder.glob(f"gpu*.{what}"):
+                path.unlink()
 
     def calls(self) -> list[str]:
         """Every setter call so far, `lock 0 1530` or `reset 0 0`."""

@@ -10,7 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, TOO_SMALL = 7, LOST = 15 };
+enum { OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NO_PERMISSION = 4, NOT_FOUND = 6, TOO_SMALL = 7 };
+enum { NO_FUNCTION = 13, LOST = 15, OTHER_VERSION = 25 };
 enum { ENTRIES = 4096, TEXT = 208 };
 
 struct entry { char key[208]; char value[208]; };
@@ -69,23 +70,25 @@ static int lost(long gpu) {
 static void *handle_of(long gpu) { return (void *)(gpu + 1); }
 static long gpu_of(void *handle) { return (long)handle - 1; }
 
-static FILE *state(long gpu, const char *mode) {
+static FILE *kept(long gpu, const char *what, const char *mode) {
     char path[512];
     const char *folder = getenv("FAKE_NVML_STATE");
     if (!folder) return NULL;
-    snprintf(path, sizeof path, "%s/gpu%ld.lock", folder, gpu);
+    snprintf(path, sizeof path, "%s/gpu%ld.%s", folder, gpu, what);
     if (!mode) { remove(path); return NULL; }
     return fopen(path, mode);
 }
 
-static void record(const char *what, long gpu, unsigned mhz) {
+static FILE *state(long gpu, const char *mode) { return kept(gpu, "lock", mode); }
+
+static void record(const char *what, long gpu, long mhz) {
     char path[512];
     const char *folder = getenv("FAKE_NVML_STATE");
     if (!folder) return;
     snprintf(path, sizeof path, "%s/calls", folder);
     FILE *out = fopen(path, "a");
     if (!out) return;
-    fprintf(out, "%s %ld %u\n", what, gpu, mhz);
+    fprintf(out, "%s %ld %ld\n", what, gpu, mhz);
     fclose(out);
 }
 
@@ -226,7 +229,94 @@ int nvmlDeviceGetSupportedGraphicsClocks(void *h, unsigned memory, unsigned *n, 
     return OK;
 }
 int nvmlDeviceGetCurrentClocksEventReasons(void *h, unsigned long long *bits) { GPU(h); ANSWER("throttle", bits); }
-int nvmlDeviceGetPowerManagementLimit(void *h, unsigned *mw) { GPU(h); ANSWER("power_mw", mw); }
+/* what a setter has left, else the machine's own `field` */
+static int value(long gpu, const char *what, const char *field, long *into) {
+    FILE *in = kept(gpu, what, "r");
+    if (in) {
+        int got = fscanf(in, "%ld", into);
+        fclose(in);
+        if (got == 1) return OK;
+    }
+    ANSWER(field, into);
+}
+static int leave(long gpu, const char *what, long number_) {
+    FILE *out = kept(gpu, what, "w");
+    if (!out) return NO_PERMISSION;
+    fprintf(out, "%ld\n", number_);
+    fclose(out);
+    return OK;
+}
+int nvmlDeviceGetPowerManagementLimit(void *h, unsigned *mw) {
+    GPU(h);
+    long found;
+    int code = value(gpu, "power", "power_mw", &found);
+    if (code == OK) *mw = (unsigned)found;
+    return code;
+}
+int nvmlDeviceGetPowerManagementLimitConstraints(void *h, unsigned *low, unsigned *high) {
+    GPU(h);
+    if (!of(gpu, "power_min_mw") || !of(gpu, "power_max_mw")) return NOT_SUPPORTED;
+    *low = (unsigned)num(gpu, "power_min_mw", 0);
+    *high = (unsigned)num(gpu, "power_max_mw", 0);
+    return OK;
+}
+int nvmlDeviceSetPowerManagementLimit(void *h, unsigned mw) {
+    GPU(h);
+    record("power", gpu, mw);
+    int code = (int)num(gpu, "power_error", number("power_error", OK));
+    if (code) return code;
+    long low = num(gpu, "power_min_mw", 0), high = num(gpu, "power_max_mw", 1L << 30);
+    if ((long)mw < low || (long)mw > high) return INVALID;
+    return leave(gpu, "power", num(gpu, "power_lies", mw)); /* a driver that answers success and sets another one */
+}
+
+/* `<gpu>.offset` is the clock offset now; a card without it has none. `offsets_by_state=0`: a driver before 555 */
+struct offset { unsigned version, type, state; int mhz, low, high; };
+static int offset_now(long gpu, int *low, int *high, int *mhz) {
+    long found;
+    int code = value(gpu, "offset", "offset", &found);
+    if (code) return code;
+    if (mhz) *mhz = (int)found;
+    *low = (int)num(gpu, "offset_min", -500);
+    *high = (int)num(gpu, "offset_max", 500);
+    return OK;
+}
+static int shift(long gpu, long mhz) {
+    int low, high;
+    record("offset", gpu, mhz);
+    int code = (int)num(gpu, "offset_error", number("offset_error", offset_now(gpu, &low, &high, NULL)));
+    if (code) return code;
+    if (mhz < low || mhz > high) return INVALID;
+    return leave(gpu, "offset", num(gpu, "offset_lies", mhz));
+}
+static int by_state(const struct offset *o) {
+    if (!number("offsets_by_state", 1)) return NO_FUNCTION;
+    if (o->version != (sizeof *o | 1u << 24)) return OTHER_VERSION;
+    return o->type || o->state ? INVALID : OK;
+}
+int nvmlDeviceGetClockOffsets(void *h, struct offset *o) {
+    GPU(h);
+    int code = by_state(o);
+    return code ? code : offset_now(gpu, &o->low, &o->high, &o->mhz);
+}
+int nvmlDeviceSetClockOffsets(void *h, struct offset *o) {
+    GPU(h);
+    int code = by_state(o);
+    return code ? code : shift(gpu, o->mhz);
+}
+int nvmlDeviceGetGpcClkVfOffset(void *h, int *mhz) {
+    int low, high;
+    GPU(h);
+    return number("old_offsets", 1) ? offset_now(gpu, &low, &high, mhz) : NO_FUNCTION;
+}
+int nvmlDeviceGetGpcClkMinMaxVfOffset(void *h, int *low, int *high) {
+    GPU(h);
+    return number("old_offsets", 1) ? offset_now(gpu, low, high, NULL) : NO_FUNCTION;
+}
+int nvmlDeviceSetGpcClkVfOffset(void *h, int mhz) {
+    GPU(h);
+    return number("old_offsets", 1) ? shift(gpu, mhz) : NO_FUNCTION;
+}
 int nvmlDeviceGetPowerManagementDefaultLimit(void *h, unsigned *mw) { GPU(h); ANSWER("power_default_mw", mw); }
 int nvmlDeviceGetTemperature(void *h, int sensor, unsigned *c) { (void)sensor; GPU(h); ANSWER("temperature", c); }
 int nvmlDeviceGetPersistenceMode(void *h, int *mode) { GPU(h); ANSWER("persistence", mode); }
