@@ -271,7 +271,9 @@ def acquire(
             _give_back(path, lease, ours=True)
             raise _refused(faults, settings(want.sm_mhz, want.power_limit_w, None), profile)
         lease = _shifted(driver, lease)
-        notes = [f"governor {text}" for policy in before if (text := set_governor(policy, governor, lease.way))]
+        notes = [
+            f"governor not set: {text}" for policy in before if (text := set_governor(policy, governor, lease.way))
+        ]
         lease = lease.model_copy(update={"locked": True})
         _write(path, lease)
         return lease, [*lease.missed, *notes]
