@@ -151,14 +151,13 @@ def test_several_ranges_of_one_file_are_fetched_at_once(
     tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "SPAN", MIB)
-    hub.faults += [Fault("cdn", BIG, times=4, delay=1.5)]
-    began = time.monotonic()
-    patient = Limits(connect_s=2, stall_s=10, attempts=4, backoff_s=0.01, backoff_max_s=0.05)
+    together = threading.Barrier(4)
+    hub.faults += [Fault("cdn", BIG, times=4, hold=lambda: together.wait(30))]
+    patient = Limits(connect_s=2, stall_s=60, attempts=4, backoff_s=0.01, backoff_max_s=0.05)
     only = HubSource(repo="owner/pack", revision=REVISION, patterns=(BIG,))
     fetch(layout_of(tmp_path, only), hub, limits=patient)
     ranges = {entry.range for entry in hub.requests("cdn", BIG)}
-    # one after another they would take 6 s; how much faster it is than that is no part of the claim
-    assert len(ranges) == 4 and time.monotonic() - began < 4 * 1.5, "four requests of 1.5 s each overlap"
+    assert len(ranges) == 4 and not together.broken, "none of the four was answered before all were asked"
 
 
 # ---- credentials
@@ -519,7 +518,7 @@ def test_an_interrupted_run_keeps_what_it_received(tmp_path: Path, hub: FakeHub)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         step.do(progress)
-    assert seen.is_set() and time.monotonic() - began < 8
+    assert seen.is_set() and time.monotonic() - began < 30, "the stream that stands still was not waited for"
     assert part.claimed(layout.model_dir / BIG, pack.expected(layout)[3].identity) >= 2 * MIB - 65536
 
 

@@ -1,4 +1,4 @@
-"""Run by test_store.py: builds and drops stores in children that die, and reports what was left as JSON."""
+"""Run by test_store_matrix.py: builds and drops stores in children that die, and reports what was left as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt log-probabilities of the real engine in a process of its own: pack, store and prompts in, JSON out."""
+"""Prompt log-probabilities and choices of the real engine in a process of its own: pack, store and prompts in."""
 
 from __future__ import annotations
 
@@ -13,8 +13,62 @@ import torch
 TOP = 20
 
 
+class Choices:
+    """What the engine chose for the one prompt that it is computing, written down as it goes.
+
+    Attributes:
+        groups: index source layer -> bool ``[tokens, groups]``, which compressed groups each token attends to.
+        experts: layer -> int64 ``[tokens, k]``, the experts of each token.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[int, torch.Tensor] = {}
+        self.experts: dict[int, torch.Tensor] = {}
+
+    def watch(self) -> None:
+        """See every choice from now on; what is chosen does not change."""
+        from ds41_engine.backbone import MoE
+        from ds41_engine.paged import PagedBatch
+
+        attend, select, route = PagedBatch.attend, PagedBatch._select, MoE.route
+        at: tuple[int, int] = (0, 0)
+
+        def watched_attend(batch: Any, layer: Any, *args: Any) -> Any:
+            nonlocal at
+            at = layer.layer_id, batch.rows
+            return attend(batch, layer, *args)
+
+        def watched_select(batch: Any, layer: Any, *args: Any) -> None:
+            select(batch, layer, *args)
+            ((request, mask),) = zip(batch.requests, batch._selected, strict=True)
+            known = self.groups.get(layer.layer_id, mask[:0])
+            assert known.shape[0] == request.first, "one prompt at a time, each from its first token on"
+            wider = torch.nn.functional.pad(known, (0, mask.shape[1] - known.shape[1]))
+            self.groups[layer.layer_id] = torch.cat((wider, mask))
+
+        def watched_route(ffn: Any, *args: Any) -> Any:
+            chosen, weights = route(ffn, *args)
+            layer, rows = at
+            known = self.experts.get(layer, chosen[:0])
+            self.experts[layer] = torch.cat((known, chosen[:rows]))
+            return chosen, weights
+
+        PagedBatch.attend, PagedBatch._select, MoE.route = watched_attend, watched_select, watched_route
+
+    def take(self) -> dict[str, dict[int, torch.Tensor]]:
+        """What was chosen since the last call."""
+        taken = {"groups": dict(self.groups), "experts": dict(self.experts)}
+        self.groups.clear()
+        self.experts.clear()
+        return taken
+
+
 def main() -> None:
-    """Arguments: pack, store, prompts (JSON Lines of the oracle), output file, dtype."""
+    """Arguments: pack, store, prompts (JSON Lines of the oracle), output file, dtype.
+
+    The output is a list of one mapping per prompt: ``rows`` (per token but the first: id -> log-probability), and the
+    two of :class:`Choices`.
+    """
     pack, store, prompts_file, out, dtype = sys.argv[1:6]
     os.environ["DS41_ENGRAM_STORE"] = store
     from ds41_engine import register
@@ -42,7 +96,9 @@ def main() -> None:
         max_logprobs=TOP,
     )
     sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
-    found: list[list[dict[str, float]]] = []
+    found: list[dict[str, Any]] = []
+    choices = Choices()
+    choices.watch()
     for prompt in prompts:
         asked: Any = {"prompt_token_ids": list(prompt.ids)}
         if prompt.pictures:
@@ -53,9 +109,9 @@ def main() -> None:
             asked = {"prompt_token_ids": ids, "multi_modal_data": {"image": _images(prompt.source)}}
         output = engine.generate([asked], sampling, use_tqdm=False)[0]
         assert tuple(output.prompt_token_ids) == prompt.ids, "the engine expanded the prompt differently"
-        rows = output.prompt_logprobs[1:]
-        found.append([{str(token): entry.logprob for token, entry in row.items()} for row in rows])
-    Path(out).write_text(json.dumps(found))
+        rows = [{token: entry.logprob for token, entry in row.items()} for row in output.prompt_logprobs[1:]]
+        found.append({"rows": rows, **choices.take()})
+    torch.save(found, Path(out))
 
 
 def _images(source: Any) -> list[Any]:

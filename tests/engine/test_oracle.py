@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import math
@@ -17,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ds41_engine.backbone import Backbone, Block, EngramTable
+from ds41_engine.backbone import Backbone, Block, EngramTable, MoE, top_k_mask
 from ds41_engine.checkpoint import CheckpointError, decode_tensors
 from ds41_engine.engram_hash import EngramHash
 from ds41_engine.oracle import prompts as prompts_module
-from ds41_engine.oracle import rounding
+from ds41_engine.oracle import rounding, sequence
 from ds41_engine.oracle.run import Oracle, Settings, read_config
 from ds41_engine.oracle.shards import Entry
 from ds41_engine.packed import PackedBatch
@@ -40,9 +41,12 @@ from ds41ctl.core import gate, packgen, profile, reference  # noqa: E402
 PROMPTS = ROOT / "profiles" / "gate" / "prompts.jsonl"
 TINY = profile.parse_profile((ROOT / "profiles" / "cpu-tiny.toml").read_text(), "cpu-tiny.toml")
 AGREES = 2e-4
-"""Largest difference of a log-probability between engine and oracle; measured: below 3e-5."""
-TOSSED = 1e-2
-"""The same where a choice hangs on rounding; measured: 3.5e-3."""
+"""Largest difference of a log-probability between two fp32 arithmetics that make the same choices.
+
+Derived: fp32 rounds by 6e-8; six layers leave 5e-7 of a hidden state uncertain (measured at the experts' scores), and
+log-probabilities reach 31. So 1.6e-5 is expected. Measured: below 4e-5 between any two of five sets of kernels (AVX-512,
+AVX2, SSE 4.2, MKL's ``MKL_CBWR`` AVX2 and COMPATIBLE), one for the engine and one for the oracle.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +92,59 @@ def run(
 # ---- against the engine
 
 
+class Following(Oracle):
+    """The oracle with the engine's choices of groups and experts, once it has found each as good as its own.
+
+    A choice between two scores that differ by less than fp32 can tell falls either way with the order of a sum, that is
+    with the CPU and its kernels, and the other group or expert moves a log-probability by up to 4e-3. Compared under
+    the same choices no row needs an excuse, nor do the rows that read what such a row left in the cache.
+
+    Attributes:
+        choices: per prompt what ``engine_logprobs.Choices`` wrote down.
+        others: (prompt, position) of every choice that the oracle would have made otherwise.
+    """
+
+    choices: list[dict[str, dict[int, torch.Tensor]]]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.others: set[tuple[int, int]] = set()
+
+    def follow(self, number: int, start: int, scores: torch.Tensor, own: torch.Tensor, theirs: torch.Tensor) -> None:
+        """Both are masks ``[T, N]`` over what has ``scores``; each row of ``theirs`` must be as good a choice."""
+        assert torch.equal(own.sum(1), theirs.sum(1))
+        better = scores.masked_fill(~own | theirs, -math.inf).amax(1)
+        worse = scores.masked_fill(~theirs | own, math.inf).amin(1)
+        scale = scores.masked_fill(~own | scores.isinf(), 0).abs().amax(1)
+        for row in (own != theirs).any(1).nonzero().flatten().tolist():
+            assert better[row] - worse[row] < sequence.NEAR * scale[row], f"prompt {number} position {start + row}"
+            self.others.add((number, start + row))
+
+    def context(self, layer: int, number: int, shared: sequence.Shared) -> sequence.Sequence:
+        made, oracle = super().context(layer, number, shared), self
+
+        def choose(layer: int, start: int, scores: torch.Tensor) -> torch.Tensor:
+            own = top_k_mask(scores, made.shape.index_topk)
+            theirs = oracle.choices[number]["groups"][layer][start : start + scores.shape[0], : scores.shape[1]]
+            oracle.follow(number, start, scores, own, theirs)
+            return theirs
+
+        made.choose = choose  # type: ignore[method-assign]
+        return made
+
+    def route(self, layer: int, ffn: MoE, rows: slice, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        number = bisect.bisect_right(self.starts, rows.start) - 1
+        start = rows.start - self.starts[number]
+        chosen = self.choices[number]["experts"][layer][start : start + x.shape[0]]
+        scores, ranking = ffn.ranking(x, self.is_image[rows])
+        own, theirs = (
+            torch.zeros_like(ranking, dtype=torch.bool).scatter(1, experts, True)
+            for experts in (super().route(layer, ffn, rows, x)[0], chosen)
+        )
+        self.follow(number, start, ranking, own, theirs)
+        return chosen, ffn.weigh(scores, chosen)
+
+
 def test_engine_and_oracle_agree_on_the_trained_pack(tiny_pack: Path, tmp_path: Path) -> None:
     """Texts, a tool prompt, pictures, prompts around the window and a chunk, and beyond the indexer's top-k."""
     edges = [
@@ -97,27 +154,44 @@ def test_engine_and_oracle_agree_on_the_trained_pack(tiny_pack: Path, tmp_path: 
     file = tmp_path / "prompts.jsonl"
     file.write_text(lines(*builtin("chat", "tool", "image", "needle", "order_item_42", "search"), *edges))
     write_store(tmp_path / "store", tiny_pack)
-    out = tmp_path / "engine.json"
+    out = tmp_path / "engine.pt"
     script = Path(__file__).with_name("engine_logprobs.py")
     argv = [sys.executable, str(script), str(tiny_pack), str(tmp_path / "store"), str(file), str(out), "float32"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    said = json.loads(out.read_text())
-    known = run(tiny_pack, load(tiny_pack, file), tmp_path / "oracle.ref")
-    longest = 0
-    for prompt, rows in zip(known.prompts, said, strict=True):
-        for at, row in enumerate(rows):
+    said = torch.load(out)
+    oracle = Following(tiny_pack, load(tiny_pack, file), Settings())
+    oracle.choices = said
+    oracle.run(tmp_path / "oracle.ref")
+    known = reference.parse((tmp_path / "oracle.ref").read_bytes(), "oracle.ref")
+    for number, (prompt, found) in enumerate(zip(known.prompts, said, strict=True)):
+        for at, row in enumerate(found["rows"]):
             expected = prompt.row(at, known.k)
-            limit = TOSSED if at in prompt.fragile else AGREES
-            for token, logprob in row.items():
-                if int(token) in expected:
-                    difference = abs(expected[int(token)] - logprob)
-                    assert difference <= limit, f"{prompt.set}/{prompt.name} row {at}: {difference}"
-        longest = max(longest, len(prompt.ids))
-        tossed = sum(at in prompt.fragile for at in range(len(rows)))
-        assert tossed <= max(2, len(rows) // 10), "too many rows are excused"
+            difference = max(abs(expected[token] - row[token]) for token in row.keys() & expected.keys())
+            assert difference <= AGREES, f"{prompt.set}/{prompt.name} row {at}: {difference}"
+        others = {at for other, at in oracle.others if other == number}
+        assert others <= prompt.fragile, f"{prompt.set}/{prompt.name}: toss-ups that a reference does not mark"
+    longest = max(len(prompt.ids) for prompt in known.prompts)
     assert longest > 2 * 512, "nothing went beyond the indexer's top-k of the ratio-2 layers"
+
+
+@pytest.mark.parametrize(
+    ("scores", "hangs"),
+    [
+        ([3.0, 2.0, 1.0, 0.0], False),
+        ([3.0, 1.0, 2.0, 2.0 - 2**-22], True),  # one step of fp32 apart
+        ([3.0, 2.0, 2.0, 1.0], True),  # of two sums that round to one number either may be the larger
+        ([3.0, 0.0, 0.0, 0.0], False),  # no head is open: zero in any order of summation
+        ([0.0, -5.0, -2.0, -2.0], True),
+        ([3.0, 2.0, -math.inf, -math.inf], False),
+        ([3.0, -math.inf, -math.inf, -math.inf], False),
+        ([math.inf, 3.0, 1.0, 1.0], False),  # the newest block is always taken
+        ([math.inf, 1.0, 1.0, 0.5], True),
+    ],
+)
+def test_a_choice_that_rounding_decides_is_a_toss_up(scores: list[float], hangs: bool) -> None:
+    assert sequence.toss_ups(torch.tensor([scores]), 2).tolist() == [hangs]
 
 
 def packed(checkpoint: Path) -> Callable[[list[int]], torch.Tensor]:
@@ -425,7 +499,7 @@ def test_a_process_killed_in_the_middle_goes_on_and_keeps_below_its_bound(checkp
                 running.send_signal(signal.SIGKILL)
                 break
     assert running.returncode == -signal.SIGKILL and not out.exists()
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=900, check=False)
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0 and events[-1]["event"] == "done"
     assert any(event["event"] == "resumed" and event["layer"] >= 3 for event in events)
@@ -433,7 +507,7 @@ def test_a_process_killed_in_the_middle_goes_on_and_keeps_below_its_bound(checkp
     # in a process of its own as well: after the engines of other tests this one may round differently
     whole = tmp_path / "whole.ref"
     argv[argv.index(str(out))], argv[argv.index(str(work))] = str(whole), str(tmp_path / "work-whole")
-    assert subprocess.run(argv, env=env, capture_output=True, timeout=120, check=False).returncode == 0
+    assert subprocess.run(argv, env=env, capture_output=True, timeout=900, check=False).returncode == 0
     found, wanted = (reference.parse(path.read_bytes(), path.name).prompts for path in (out, whole))
     assert found and found == wanted
 

@@ -36,7 +36,7 @@ def boot(
         capture_output=True,
         text=True,
         env=settings,
-        timeout=240,
+        timeout=900,
         check=False,
     )
 

@@ -20,6 +20,8 @@ from ds41_engine.quant import decode_engram_rows
 from ds41_engine.shape import IMAGE_TOKEN_ID, BackboneShape
 
 CHUNK = 112
+BLOCK = 16
+"""Tokens of a block of the prefix cache; the tests below share prefixes of one block and of many."""
 GENERATED = 6
 
 
@@ -60,7 +62,7 @@ def run(engine: Any, prompts: list[Any], generated: int = GENERATED, fresh: bool
     inputs = [p if isinstance(p, dict) else {"prompt_token_ids": p} for p in prompts]
     outputs = engine.generate(inputs, sampling, use_tqdm=False)
     cached = [output.num_cached_tokens for output in outputs]
-    assert not any(cached) if fresh else all(cached), "the prefix cache did not do what this test is about"
+    assert not any(cached) if fresh else all(cached), f"tokens taken from the prefix cache, by prompt: {cached}"
     return [
         [{token: entry.logprob for token, entry in position.items()} for position in output.outputs[0].logprobs]
         for output in outputs
@@ -73,6 +75,31 @@ def test_chunks_and_prefix_cache_are_really_on(engine: Any) -> None:
     assert config.scheduler_config.enable_chunked_prefill
     assert config.scheduler_config.max_num_batched_tokens == CHUNK
     assert config.cache_config.enable_prefix_caching
+    assert config.cache_config.block_size == BLOCK
+
+
+@pytest.mark.parametrize("amx", [True, False], ids=["AMX", "no AMX"])
+def test_every_cpu_serves_in_the_same_chunks_and_blocks(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, amx: bool
+) -> None:
+    """Upstream takes blocks of 128 tokens on a CPU with AMX and of 16 on others, where it forbids chunks as well."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    register()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    for asked, expected in ((None, BLOCK), (64, 64)):
+        config = EngineArgs(
+            model=str(checkpoint),
+            enforce_eager=True,
+            max_model_len=1024,
+            max_num_batched_tokens=CHUNK,
+            enable_prefix_caching=True,
+            block_size=asked,
+        ).create_engine_config()
+        assert config.cache_config.block_size == expected
+        assert config.cache_config.enable_prefix_caching
+        assert config.scheduler_config.enable_chunked_prefill
+        assert config.scheduler_config.max_num_batched_tokens == CHUNK
 
 
 def test_solo_batched_and_chunked_are_identical(engine: Any) -> None:

@@ -48,7 +48,8 @@ class Fault:
     """What happens to the first `times` requests of `stage` (api, tree, resolve, cdn, token) whose path holds `path`.
 
     `status`: answer that. `cut`: send so many bytes of the body and reset. `stall`: send `cut` bytes, then nothing for
-    so many seconds. `drip`: bytes a second. `html`: a login page. `change`: rewrite the answer's body.
+    so many seconds. `drip`: bytes a second. `html`: a login page. `change`: rewrite the answer's body. `hold`: called
+    before the answer begins, which it may keep waiting.
     `skip`: let so many matching requests pass first.
     """
 
@@ -62,10 +63,17 @@ class Fault:
     stall: float = 0.0
     drip: int = 0
     delay: float = 0.0
+    hold: Callable[[], object] | None = None
     html: bool = False
     no_ranges: bool = False
     location: str = ""
     change: Callable[[bytes], bytes] | None = None
+
+    def wait(self) -> None:
+        """What comes before the answer."""
+        time.sleep(self.delay)
+        if self.hold is not None:
+            self.hold()
 
 
 @dataclass
@@ -250,7 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.hub.fault(entry)
         self.active = fault
         if fault is not None:
-            time.sleep(fault.delay)
+            fault.wait()
             if fault.html:
                 self._send(200, {"Content-Type": "text/html"}, b"<html>please log in</html>", entry)
                 return True
@@ -345,7 +353,7 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.hub.fault(entry)
         self.active = fault
         if fault is not None:
-            time.sleep(fault.delay)
+            fault.wait()
             if fault.html:
                 self._send(200, {"Content-Type": "text/html"}, b"<html>please log in</html>" * 80, entry)
                 return

@@ -161,6 +161,14 @@ def top_k_mask(scores: Tensor, k: int) -> Tensor:
     return above | (tied & (tied.cumsum(-1) <= room))
 
 
+def block_scores(scores: Tensor, block_of_group: Tensor, last_block: Tensor, n_blocks: int) -> Tensor:
+    """Each block's best score ``[T, n_blocks]``, inf for the query's newest; arguments of :func:`candidate_mask`."""
+    blocks = scores.new_full((scores.shape[0], n_blocks), -math.inf)
+    blocks = blocks.scatter_reduce(1, block_of_group.expand_as(scores), scores, "amax")
+    newest = torch.arange(n_blocks, device=scores.device)[None] == last_block[:, None]
+    return blocks.masked_fill(newest, math.inf)
+
+
 def candidate_mask(
     scores: Tensor, block_of_group: Tensor, last_block: Tensor, n_blocks: int, top_blocks: int
 ) -> Tensor:
@@ -176,10 +184,7 @@ def candidate_mask(
     Returns:
         Bool ``[T, G]``.
     """
-    blocks = scores.new_full((scores.shape[0], n_blocks), -math.inf)
-    blocks = blocks.scatter_reduce(1, block_of_group.expand_as(scores), scores, "amax")
-    newest = torch.arange(n_blocks, device=scores.device)[None] == last_block[:, None]
-    chosen = top_k_mask(blocks.masked_fill(newest, math.inf), top_blocks)
+    chosen = top_k_mask(block_scores(scores, block_of_group, last_block, n_blocks), top_blocks)
     return chosen[:, block_of_group]
 
 
@@ -366,10 +371,14 @@ class MoE(nn.Module):
         """Chosen experts ``[T, k]`` and their weights ``[T, k]``: sqrt(softplus) scores, the bias only selects."""
         scores, ranking = self.ranking(x, is_image)
         chosen = ranking.topk(self.shape.num_experts_per_tok, -1).indices
+        return chosen, self.weigh(scores, chosen)
+
+    def weigh(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Weights ``[T, k]`` of chosen experts from the scores of all."""
         weights = scores.gather(1, chosen)
         if self.shape.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        return chosen, weights * self.shape.routed_scaling_factor
+        return weights * self.shape.routed_scaling_factor
 
     def forward(self, x: Tensor, is_image: Tensor) -> Tensor:
         """``x [T, hidden]``, ``is_image [T]`` bool -> ``[T, hidden]``."""

@@ -1,8 +1,10 @@
 """What upstream's CPU platform decides about our model without need, and how it is undone.
 
-On a CPU without AMX vLLM takes every model that it lists as MLA to use its own MLA kernels, which cannot continue a
-partly computed request, and turns chunked prefill and prefix caching off. Our attention uses none of those kernels and
-does both, with identical results (``tests/engine``), so what the user asked for stays.
+vLLM takes every model that it lists as MLA to use its own MLA kernels, and decides by the CPU which of two. Without AMX
+it turns chunked prefill and prefix caching off, because that kernel cannot continue a partly computed request, and sets
+cache blocks of 16 tokens whatever the user asked for; with AMX it sets blocks of 128. Our attention uses none of those
+kernels and does all of it, with identical results (``tests/engine``), so what the user asked for stays, and every CPU
+serves alike: in blocks of vLLM's own default, 16 tokens, unless ``--block-size`` says otherwise.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ def keep_scheduler_settings(platform: Any, architecture: str) -> None:
     def check_and_update_config(cls: Any, vllm_config: VllmConfig) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         chunked, budget = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
-        prefix_caching = cache.enable_prefix_caching
+        prefix_caching, block_size = cache.enable_prefix_caching, cache.block_size
         original(vllm_config)
         model = vllm_config.model_config
         if model is not None and architecture in model.architectures:
             scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked, budget
-            cache.enable_prefix_caching = prefix_caching
+            cache.enable_prefix_caching, cache.block_size = prefix_caching, block_size
 
     owner.check_and_update_config = classmethod(check_and_update_config)
     setattr(owner, _MARK, True)

@@ -238,6 +238,16 @@ class Oracle:
         """Sizes of a layer."""
         return self.shape
 
+    def context(self, layer: int, number: int, shared: Shared) -> SequenceContext:
+        """Attention of one prompt through a layer."""
+        return SequenceContext(
+            self.shape_of(layer), self.rope_of(layer), shared, self.lengths[number], self.settings.rounding
+        )
+
+    def route(self, layer: int, ffn: bb.MoE, rows: slice, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Chosen experts ``[T, k]`` of some tokens and their weights ``[T, k]``."""
+        return ffn.route(x, self.is_image[rows])
+
     def next_pre(self, layer: int, attention: Tensor, feed_forward: Tensor) -> Tensor:
         """The mix that the layer hands on: its feed-forward sublayer's."""
         return feed_forward
@@ -353,8 +363,8 @@ class Oracle:
 
     def _attention(self, block: bb.Block, layer: int, state: State) -> None:
         rope = self.rope_of(layer)
-        for number, length in enumerate(self.lengths):
-            context = SequenceContext(self.shape_of(layer), rope, state.shared[number], length, self.settings.rounding)
+        for number, shared in enumerate(state.shared):
+            context = self.context(layer, number, shared)
             for rows in self._chunks(number):
                 stream = state.stream[rows]
                 ids = self.engram_ids(layer, rows) if block.engram_index is not None else None
@@ -384,7 +394,7 @@ class Oracle:
                 entered = block.enter_ffn(state.stream[rows], state.pre[rows])
                 x[rows], post[rows], comb[rows] = entered[0], entered[2], entered[3]
                 state.pre[rows] = self.next_pre(layer, state.pre[rows], entered[1])
-                chosen[rows], weights[rows] = block.ffn.route(x[rows], self.is_image[rows])
+                chosen[rows], weights[rows] = self.route(layer, block.ffn, rows, x[rows])
                 ranked = toss_ups(block.ffn.ranking(x[rows], self.is_image[rows])[1], shape.num_experts_per_tok)
                 state.shared[number].note(rows.start - self.starts[number], ranked)
         wanted = chosen.flatten().bincount(minlength=shape.n_routed_experts).nonzero().flatten().tolist()
