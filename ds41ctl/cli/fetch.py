@@ -95,7 +95,7 @@ def _collect(session: Session) -> None:
 
 
 def _lock(session: Session, path: Path) -> None:
-    from ds41ctl.adapters import pins
+    from ds41ctl.adapters import pins, tensorfile
     from ds41ctl.adapters.hub import Hub
     from ds41ctl.core.errors import UnsupportedError
 
@@ -107,6 +107,7 @@ def _lock(session: Session, path: Path) -> None:
     hub.note = cli.out.note
     before = pins.trees(session.layout)
     found = pins.ensure(session.layout, hub)
+    tensorfile.ensure(session.layout, hub, cli.out.note)
     if before:
         pins.compare(session.layout, hub)  # what is committed must be what the Hub still lists
     pins.write(path, session.layout, found)
