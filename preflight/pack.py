@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds41ctl.core.facts import HostFacts, TensorFacts
 from ds41ctl.core.profile import EngramTable, Profile, RecipeSource
+from preflight import need
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
 from preflight.text import command, size
 
@@ -30,7 +31,8 @@ def _absent(profile: Profile, facts: HostFacts, stage: Stage, expected: str) -> 
     if pack.exists:
         return None
     if stage == "up":
-        amount = f" ({size(pack.bytes_missing)})" if pack.bytes_missing else ""
+        missing = need.pack_bytes_missing(profile, facts)
+        amount = f" ({size(missing)})" if missing else ""
         return skip(f"not there yet: will be {_verb(profile)}{amount}")
     return fail(
         f"the pack is not in {pack.dir}",
@@ -219,6 +221,35 @@ def digests(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     return ok(f"{len(facts.digests)} files read", expected=expected, found="equal")
 
 
+def sizes(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """What the sources state is what the pins take: a disk was judged by it before the Hub was asked."""
+    stated: dict[str, int] = {}
+    for source in profile.model.hub_sources:
+        stated[source.repo] = stated.get(source.repo, 0) + source.size_bytes
+    pinned: dict[str, int] = {}
+    for item in facts.pack.sources if facts.pack else ():
+        pinned[item.repo] = pinned.get(item.repo, 0) + item.bytes
+    compared = {repo: count for repo, count in pinned.items() if stated.get(repo)}
+    if not compared:
+        return skip("no size to compare: nothing is stated, or the Hub was not asked yet")
+    expected = f"within {need.SIZE_TOLERANCE:.0%} of size_bytes in the profile's sources"
+    odd = [
+        f"{repo} takes {count / 1e9:.1f} GB, the profile says {stated[repo] / 1e9:.1f} GB"
+        for repo, count in compared.items()
+        if abs(count - stated[repo]) > need.SIZE_TOLERANCE * stated[repo]
+    ]
+    if odd:
+        return warn(
+            _listed(odd),
+            expected=expected,
+            found=f"{len(odd)} of {len(compared)} repositories differ",
+            fix=(f"ds41ctl profile show {profile.name}   # copy it and correct size_bytes",),
+            why="on a machine without pins the disk is judged by that figure",
+        )
+    total = sum(compared.values())
+    return ok(f"{size(total)} pinned, as the profile states", expected=expected, found="the same")
+
+
 CHECKS = (
     Check(
         "pack.files",
@@ -235,6 +266,14 @@ CHECKS = (
         GROUP,
         "Engram layers left empty: 391 is right, speed is right, copies are silently wrong",
         engram_tensors,
+    ),
+    Check(
+        "pack.sizes",
+        "the profile's figures are what the pins take",
+        1,
+        GROUP,
+        "a disk judged by a wrong figure before the Hub was asked",
+        sizes,
     ),
     Check(
         "pack.digests",

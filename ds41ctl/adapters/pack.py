@@ -435,6 +435,11 @@ def hash_all(
         pool.shutdown(cancel_futures=True)
 
 
+def is_own(name: str) -> bool:
+    """True for a file that this tool keeps beside a pack: locks, parts, what was quarantined."""
+    return _OWN.fullmatch(name) is not None
+
+
 def foreign(holding: Holding) -> list[tuple[str, str]]:
     """(relative path, what it is) of everything in the folder that nothing pins, sidecars and our own files aside."""
     known = {item.name for item in holding.items}

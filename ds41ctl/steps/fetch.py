@@ -10,6 +10,7 @@ from typing import Any
 from ds41ctl.adapters import download, files, mounts, pack, part, pins, tensorfile
 from ds41ctl.adapters.hub import Hub, XetStore
 from ds41ctl.adapters.pack import Checked, Expected, Holding
+from ds41ctl.adapters.packsize import SPACE_MARGIN
 from ds41ctl.adapters.transfer import Order, State, Summary, Transfer
 from ds41ctl.core import packgen
 from ds41ctl.core.errors import ConfigError, DeniedError, IntegrityError, NoSpaceError, UnsupportedError
@@ -18,7 +19,6 @@ from ds41ctl.steps import own
 from ds41ctl.steps.hashing import Told, hash_all
 from ds41ctl.steps.runner import Goal, Progress
 
-SPACE_MARGIN = 1.02  # filesystem metadata and blocks only partly used
 CONNECTIONS = 8
 
 
