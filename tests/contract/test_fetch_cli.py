@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -231,6 +233,29 @@ def test_the_plan_names_the_bytes_once_the_pins_are_known(cli: Cli) -> None:
     assert cli.json("up", "--dry-run")["data"]["steps"][1]["bytes"] == size
     plan = cli.json("fetch", "--dry-run")["data"]
     assert (plan["to_come"], plan["sources"][0]["by"]) == (size, "pins") and plan["bytes"] > MIB
+
+
+def test_a_lock_of_single_tensors_holds_another_machine_to_the_same_bytes(cli: Cli, tmp_path: Path) -> None:
+    """Headers before the fetch, digests of the new shards after it; without the state folder nobody else knows them."""
+    leave_out = 'leave_out = ["layers.*.ffn.experts.*"]'
+    cli.profile.write_text(cli.profile.read_text().replace(f'"{REVISION}"\n', f'"{REVISION}"\n{leave_out}\n'))
+    lock = tmp_path / "small.lock.json"
+
+    def digest() -> str:
+        (subset,) = json.loads(lock.read_text())["subsets"]
+        return next(item["sha256"] for item in subset["files"] if item["path"] == SHARD)
+
+    assert cli("fetch", "--lock", str(lock))[0] == 0 and digest() == "" and not cli.folder.exists()
+    assert cli("fetch")[0] == 0 and cli("fetch", "--verify", "--quick")[0] == 0
+    assert cli("fetch", "--lock", str(lock))[0] == 0
+    assert digest() == hashlib.sha256((cli.folder / SHARD).read_bytes()).hexdigest()
+    shutil.rmtree(cli.root / "data")
+    shutil.rmtree(cli.root / "state")
+    cli.hub.faults.append(Fault("cdn", SHARD, times=99, skip=2, change=lambda data: b"\1" * len(data)))
+    code, _, err = cli("fetch")
+    assert code == 12 and "nothing was published" in err and not (cli.folder / SHARD).exists()
+    cli.hub.faults.clear()
+    assert cli("fetch")[0] == 0 and digest() == hashlib.sha256((cli.folder / SHARD).read_bytes()).hexdigest()
 
 
 def test_a_dry_run_lists_bytes_by_repository_and_disk_and_asks_nobody(cli: Cli) -> None:
