@@ -26,8 +26,8 @@ FAT = ("vfat", "msdos", "exfat")  # no file over 4 GiB (vfat), no symlinks, no m
 
 
 def _judge(role: str, profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
-    if role == "data" and facts.disk("model") is not None:
-        role = "model"
+    if role == "data":
+        role = need.pack_role(profile, facts)
     found, needed = facts.disk(role), need.disk(profile, facts, role)
     wanted = "a known need" if needed is None else f"{size(needed)} free, writable"
     if needed == 0 and (found is not None or role != "store"):
@@ -52,7 +52,7 @@ def _judge(role: str, profile: Profile, facts: HostFacts, stage: Stage) -> Verdi
         expected = f"{size(least)} on {found.mount}"
     if found.free is not None and found.free < least:
         return fail(
-            f"{found.mount} has {size(found.free)} free, {size(least)} needed",
+            f"{found.mount} has {size(found.free)} free, {size(least)} needed" + _pack_text(role, profile, facts),
             expected=expected,
             found=f"{size(found.free)} free on {found.mount} ({found.fstype})",
             fix=_room_fix(role, found, facts, least),
@@ -76,10 +76,18 @@ def _judge(role: str, profile: Profile, facts: HostFacts, stage: Stage) -> Verdi
             why="the pack takes memory from the engine and is gone after a reboot",
         )
     return ok(
-        f"{size(found.free)} free on {found.mount}, {size(total)} needed",
+        f"{size(found.free)} free on {found.mount}, {size(total)} needed" + _pack_text(role, profile, facts),
         expected=expected,
         found=size(found.free),
     )
+
+
+def _pack_text(role: str, profile: Profile, facts: HostFacts) -> str:
+    """Where the figure comes from while the Hub was not asked; in GB, as packs are spoken of."""
+    missing = need.pack_bytes_missing(profile, facts)
+    if role not in need.PACK_ROLES or not missing or facts.pack is None or facts.pack.bytes_missing is not None:
+        return ""
+    return f" ({missing / 1e9:.1f} GB of pack by the profile; the Hub was not asked yet)"
 
 
 def _room_fix(role: str, found: DiskFacts, facts: HostFacts, least: int) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ PACK_RESERVE_BYTES = GIB  # policy
 STATE_BYTES = 256 * MIB  # policy: logs, events and records of many runs
 BUILD_BYTES = GIB  # policy: pip unpacks the engine's wheels (about 0.6 GB) in the temporary folder
 PACK_ROLES = ("model", "data")  # the pack may have a folder of its own (DS41_MODEL), else it is below data
+SIZE_TOLERANCE = 0.05  # policy: seeds round to three digits, and a derived size leaves small files out
 _INSTALL_BYTES = {"engine": ENGINE_BYTES, "tmp": BUILD_BYTES}
 
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
@@ -54,14 +55,30 @@ def host_memory(profile: Profile, facts: HostFacts) -> int:
     return round(profile.hardware.ram_gib_min * GIB) + tables
 
 
+def pack_role(profile: Profile, facts: HostFacts) -> str:
+    """The role whose filesystem takes what is fetched: sources with a `dir` lie below data wherever the pack is."""
+    elsewhere = all(source.dir for source in profile.model.hub_sources) and profile.model.hub_sources
+    return PACK_ROLES[1] if elsewhere or facts.disk(PACK_ROLES[0]) is None else PACK_ROLES[0]
+
+
+def pack_bytes_missing(profile: Profile, facts: HostFacts) -> int | None:
+    """Bytes of pack still to come: by the pins, or while there are none by what the profile's sources state, less
+    what lies in their folders. None when neither says it."""
+    pack = facts.pack
+    if pack is None or pack.bytes_missing is not None:
+        return None if pack is None else pack.bytes_missing
+    stated, looked = profile.model.size_bytes, pack.bytes_there is not None or not pack.exists
+    return max(0, stated - (pack.bytes_there or 0)) if stated and looked and not pack.files else None
+
+
 def disk(profile: Profile, facts: HostFacts, role: str) -> int | None:
     """Bytes that `role` still needs on its filesystem; None when that is not known."""
-    if role == PACK_ROLES[1] and facts.disk(PACK_ROLES[0]) is not None:
-        return 0
     if role in PACK_ROLES:
-        if facts.pack is None or facts.pack.bytes_missing is None:
+        if role != pack_role(profile, facts):
+            return 0
+        missing = pack_bytes_missing(profile, facts)
+        if missing is None:
             return None
-        missing = facts.pack.bytes_missing
         return round(missing * PACK_HEADROOM) + PACK_RESERVE_BYTES if missing else 0
     if role == "store":
         found = facts.disk("store")

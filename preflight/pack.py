@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds41ctl.core.facts import HostFacts, TensorFacts
 from ds41ctl.core.profile import EngramTable, Profile, RecipeSource
+from preflight import need
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
 from preflight.text import command, size
 
@@ -30,7 +31,8 @@ def _absent(profile: Profile, facts: HostFacts, stage: Stage, expected: str) -> 
     if pack.exists:
         return None
     if stage == "up":
-        amount = f" ({size(pack.bytes_missing)})" if pack.bytes_missing else ""
+        missing = need.pack_bytes_missing(profile, facts)
+        amount = f" ({size(missing)})" if missing else ""
         return skip(f"not there yet: will be {_verb(profile)}{amount}")
     return fail(
         f"the pack is not in {pack.dir}",
@@ -219,6 +221,24 @@ def digests(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     return ok(f"{len(facts.digests)} files read", expected=expected, found="equal")
 
 
+def sizes(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """What the sources state together is what the pins take: the disk was judged by it before the Hub was asked."""
+    stated, pinned = profile.model.size_bytes, sum(item.bytes for item in facts.pack.sources) if facts.pack else 0
+    if not stated or not pinned or facts.pack is None:
+        return skip("no size to compare: nothing is stated, or the Hub was not asked yet")
+    expected = f"within {need.SIZE_TOLERANCE:.0%} of {stated / 1e9:.1f} GB (size_bytes of the profile's sources)"
+    if abs(pinned - stated) <= need.SIZE_TOLERANCE * stated:
+        return ok(f"{pinned / 1e9:.1f} GB pinned", expected=expected, found=f"{pinned / 1e9:.1f} GB")
+    by_repo = ", ".join(f"{item.repo} {item.bytes / 1e9:.1f} GB" for item in facts.pack.sources)
+    return warn(
+        f"the pins take {pinned / 1e9:.1f} GB, the profile says {stated / 1e9:.1f} GB",
+        expected=expected,
+        found=by_repo,
+        fix=(f"ds41ctl profile show {profile.name}   # copy it and correct size_bytes",),
+        why="on a machine without pins the disk is judged by that figure",
+    )
+
+
 CHECKS = (
     Check(
         "pack.files",
@@ -235,6 +255,14 @@ CHECKS = (
         GROUP,
         "Engram layers left empty: 391 is right, speed is right, copies are silently wrong",
         engram_tensors,
+    ),
+    Check(
+        "pack.sizes",
+        "the profile's figures are what the pins take",
+        1,
+        GROUP,
+        "a disk judged by a wrong figure before the Hub was asked",
+        sizes,
     ),
     Check(
         "pack.digests",

@@ -67,6 +67,14 @@ class RangesIgnored(Fault):
     """The server answers a range with the whole file."""
 
 
+class FileChanged(IntegrityError):
+    """A server's file is no longer the one whose first bytes it sent; `what` names it."""
+
+    def __init__(self, message: str, what: str) -> None:
+        super().__init__(message, hints=("run the same command again: this file is begun anew",))
+        self.what = what
+
+
 class Stream(Protocol):
     """Bytes of one span, in order."""
 
@@ -287,15 +295,28 @@ class Pinned:
 
 
 class HttpFile:
-    """A file behind a URL that may redirect: the place it ends at is remembered, so is the ETag."""
+    """A file behind a URL that may redirect: the place it ends at is remembered, so is the ETag.
+
+    `ranges_alone`: no digest of the whole file will be taken, so what binds a range to the pinned file is what every
+    single answer says: its range and size, and one ETag (`etag`, of an earlier run; '': the first one counts). A
+    server without ETags is asked through the Hub each time, which must state the pinned digest.
+    """
 
     label = "http"
 
-    def __init__(self, client: Client, url: str, pinned: Pinned) -> None:
+    def __init__(self, client: Client, url: str, pinned: Pinned, *, ranges_alone: bool = False, etag: str = "") -> None:
         self._client, self._url, self._pinned = client, httpx2.URL(url), pinned
+        self._ranges_alone = ranges_alone
         self._lock = threading.Lock()
         self._final: httpx2.URL | None = None
-        self._etag = ""
+        self._etag = etag
+        self._linked = False  # the Hub stated the pinned digest
+
+    @property
+    def etag(self) -> str:
+        """The ETag of the file, '' while nothing was asked."""
+        with self._lock:
+            return self._etag
 
     @contextlib.contextmanager
     def open(self, begin: int, end: int) -> Iterator[Stream]:
@@ -354,6 +375,7 @@ class HttpFile:
         digest = headers.get("x-linked-etag", "").removeprefix("W/").strip('"')
         if pinned.digests and digest and digest not in pinned.digests:
             raise IntegrityError(f"{what}: the server says digest {digest[:16]}, {pinned.digests[0][:16]} is pinned")
+        self._linked = self._linked or bool(pinned.digests and digest)
 
     def _accepted(self, response: httpx2.Response, begin: int, end: int, *, sent_etag: str) -> httpx2.Response:
         try:
@@ -374,6 +396,8 @@ class HttpFile:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == "text/html" and not what.endswith((".html", ".htm")):
             raise NetworkError(f"{what}: {_place(url)} answers with a web page: a login page or proxy is in between")
+        if self._ranges_alone:
+            self._judge_alone(headers, url, whole=status == 200 and (begin, end) != (0, size))
         if status == 206:
             match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
             if match is None or int(match[1]) != begin or not begin <= int(match[2]) < end:
@@ -394,6 +418,30 @@ class HttpFile:
         if etag and not etag.startswith("W/"):
             with self._lock:
                 self._etag = etag
+
+    def _judge_alone(self, headers: httpx2.Headers, url: str, *, whole: bool) -> None:
+        """Nothing checks the bytes of a range later: the answer itself must bind them to the pinned file."""
+        what, known = self._pinned.what, self.etag
+        stated = headers.get("etag", "")
+        etag = stated.removeprefix("W/")
+        if known and etag and etag != known:
+            raise FileChanged(f"{what}: the file changed on {_place(url)}: ETag {etag}, {known} before", what)
+        if whole:
+            raise NetworkError(
+                f"{what}: {_place(url)} ignores ranges, single tensors cannot be fetched from it",
+                hints=("unset HF_ENDPOINT   # or name a mirror that serves ranges",),
+            )
+        match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
+        if match is not None and match[3] == "*":
+            raise NetworkError(f"{what}: {_place(url)} does not state the file's size")
+        if not etag or etag != stated:
+            if not self._linked:
+                raise IntegrityError(
+                    f"{what}: {_place(url)} states neither ETag nor digest: nothing binds a range to the pinned file",
+                    hints=("unset HF_ENDPOINT   # the Hub states both",),
+                )
+            with self._lock:
+                self._final = None
 
 
 class _Body:

@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,24 @@ from ds41ctl.core import packgen
 from ds41ctl.core.errors import DeniedError, IntegrityError
 from ds41ctl.core.facts import PackFacts, PackFileFacts, TensorFacts
 from ds41ctl.core.layout import Layout
-from ds41ctl.core.pins import LOCK_SCHEMA, SeenFile, SeenPack, chosen, merged
-from ds41ctl.core.profile import Profile, RecipeSource
+from ds41ctl.core.pins import (
+    LOCK_SCHEMA,
+    PinnedFile,
+    SeenFile,
+    SeenPack,
+    Subset,
+    SubsetFile,
+    SubsetKey,
+    chosen,
+    merged,
+)
+from ds41ctl.core.profile import HubSource, Profile, RecipeSource
 from ds41ctl.core.tensors import TABLE
 
 SIDECAR = ".sha256-ok"
 QUARANTINE = ".bad"
 MISSING = "missing"
+SHARD = ".safetensors"
 NO_ACCESS = "may not be read by this user"
 LINK_OUT = "a symlink that leaves the pack folder"
 INDEX = "model.safetensors.index.json"
@@ -43,12 +54,26 @@ _OWN = re.compile(
 
 
 @dataclass(frozen=True)
+class Partial:
+    """Of which file of the Hub a file of ours holds some tensors: `origin` is that file, `key` names the subset.
+
+    `plan` is the digest of everything ours is made from, `head_sha256` that of the origin's header.
+    """
+
+    plan: str
+    head_sha256: str
+    key: SubsetKey
+    origin: PinnedFile
+
+
+@dataclass(frozen=True)
 class Expected:
     """One file the pack must have; `revision` is the commit (or recipe) that pins it.
 
     Its bytes are pinned by `sha256`, or by `git_oid` (git's blob id) where the Hub states no sha256. `repo` and
     `xet` say where it is downloaded. `target`: the name is a link and the bytes lie there. `sidecar`: where it lies,
-    when not beside the bytes.
+    when not beside the bytes. `partial`: it holds some tensors of a file of the Hub; its `sha256` is '' until it
+    arrived once.
     """
 
     name: str
@@ -60,16 +85,19 @@ class Expected:
     xet: str = ""
     target: Path | None = None
     sidecar: Path | None = None
+    partial: Partial | None = None
 
     @property
     def digest(self) -> str:
-        """`sha256:HEX` or `git:HEX`."""
+        """`sha256:HEX`, `git:HEX`, or `tensors:HEX` of the plan of a file that holds some tensors of another."""
+        if self.partial is not None:
+            return f"{part.TENSORS}:{self.partial.plan}"
         return f"sha256:{self.sha256}" if self.sha256 else f"git:{self.git_oid}"
 
     @property
     def identity(self) -> part.Identity:
         """What a part of this file must become."""
-        return part.Identity(self.size, self.digest)
+        return part.Identity(self.size, self.digest, self.sha256 if self.partial else "")
 
 
 @dataclass(frozen=True)
@@ -97,7 +125,8 @@ def recipe(profile: Profile) -> packgen.PackRecipe | None:
 
 
 def holdings(layout: Layout) -> tuple[Holding, ...] | None:
-    """Every folder that sources fill, with its pinned files; () for a local pack, None while pins are missing.
+    """Every folder that sources fill, with its pinned files; () for a local pack, None while pins are missing (of a
+    source that leaves tensors out: or the headers of its shards).
 
     A hybrid of the user's own is one folder, pinned by what was first seen of it (None before that).
     Raises IntegrityError when the pins disagree, ConfigError when sources contradict each other.
@@ -112,28 +141,49 @@ def holdings(layout: Layout) -> tuple[Holding, ...] | None:
     pinned = pins.trees(layout)
     if len(pinned) < len({(source.repo, source.revision) for source in sources}):
         return None
+    parts = pins.subsets(layout)
+    if any(source.leave_out and _key(source) not in parts for source in sources):
+        return None
     folders: dict[str, list[Any]] = {}
     for source in sources:
         tree = pinned[source.repo, source.revision]
         folders.setdefault(source.dir, []).append((source, chosen(tree, source.patterns)))
-    return tuple(
-        Holding(
-            layout.source_dir(folder),
-            tuple(
-                Expected(
-                    item.path,
-                    item.size,
-                    item.sha256,
-                    source.revision,
-                    git_oid="" if item.sha256 else item.oid,
-                    repo=source.repo,
-                    xet=item.xet,
-                )
-                for source, item in merged(parts)
-            ),
-        )
-        for folder, parts in folders.items()
+    held = []
+    for folder, found_in in folders.items():
+        where = layout.source_dir(folder)
+        wanted = [_pinned(where, source, item, parts.get(_key(source))) for source, item in merged(found_in)]
+        held.append(Holding(where, tuple(item for item in wanted if item is not None)))
+    return tuple(held)
+
+
+def _key(source: HubSource) -> SubsetKey:
+    return source.repo, source.revision, source.leave_out
+
+
+def _pinned(folder: Path, source: HubSource, item: PinnedFile, subset: Subset | None) -> Expected | None:
+    """The file as this source wants it; None when none of its tensors is wanted."""
+    git_oid = "" if item.sha256 else item.oid
+    whole = Expected(item.path, item.size, item.sha256, source.revision, git_oid, source.repo, item.xet)
+    if subset is None or not item.path.endswith(SHARD):
+        return whole
+    entry = next((entry for entry in subset.files if entry.path == item.path), None)
+    if entry is None:
+        raise IntegrityError(f"{source.repo}: the pins of single tensors lack {item.path}")
+    if entry.whole:
+        return whole
+    return _some_tensors(folder, source, item, entry) if entry.kept else None
+
+
+def _some_tensors(folder: Path, source: HubSource, item: PinnedFile, entry: SubsetFile) -> Expected:
+    partial = Partial(entry.plan, entry.head_sha256, _key(source), item)
+    found = Expected(
+        item.path, entry.size, entry.sha256, source.revision, repo=source.repo, xet=item.xet, partial=partial
     )
+    path = folder / item.path
+    if not entry.sha256 and place_problem(folder, found) == "" and sidecar_problem(path, found) == "":
+        # the state folder is younger than the file: what its sidecar vouches for is what arrived first
+        return replace(found, sha256=path.with_name(path.name + SIDECAR).read_text().split(" ", 1)[0])
+    return found
 
 
 def expected(layout: Layout) -> tuple[Expected, ...]:
@@ -157,9 +207,7 @@ def _grafted(layout: Layout, held: Sequence[Holding]) -> tuple[Expected, ...]:
         item = next((item for item in holding.items if item.name == entry["file"]), None) if holding else None
         if holding is not None and item is not None:
             target = holding.folder / item.name
-            found.append(
-                Expected(name, item.size, item.sha256, item.revision, item.git_oid, item.repo, item.xet, target)
-            )
+            found.append(replace(item, name=name, target=target))
     return tuple(found)
 
 
@@ -258,6 +306,8 @@ def write_sidecar(path: Path, item: Expected, sha256: str = "") -> None:
     }
     if item.git_oid:
         binding["git_oid"] = item.git_oid
+    if item.partial:
+        binding["plan"] = item.partial.plan
     text = f"{digest}  {path.name}\n{_MARK}{json.dumps(binding, sort_keys=True)}\n"
     files.publish(item.sidecar or path.with_name(path.name + SIDECAR), [text.encode()])
 
@@ -284,6 +334,8 @@ def sidecar_problem(path: Path, item: Expected) -> str:
     }
     if item.git_oid:
         now["git_oid"] = item.git_oid
+    if item.partial:
+        now["plan"] = item.partial.plan
     changed = [key for key, value in now.items() if binding.get(key) != value]
     if named != path.name:
         changed.append("name")
@@ -322,14 +374,16 @@ def file_problem(folder: Path, item: Expected, *, hash_it: bool) -> str:
 def bytes_problem(folder: Path, item: Expected, on_bytes: Callable[[int], None] | None = None) -> tuple[str, str]:
     """(what is wrong with the bytes, '' when they are the pinned ones; their sha256)."""
     reason = place_problem(folder, item)
+    if not reason and item.partial and not item.sha256:
+        reason = "of unknown digest: the pins that recorded it are gone, and so is what vouched for it"
     if reason:
         return reason, ""
     try:
         digest = files.file_digest(folder / item.name, git=not item.sha256, on_bytes=on_bytes)
     except OSError as error:
         return f"not readable: {error.strerror}", ""
-    kind, _, wanted = item.digest.partition(":")
-    found = digest.sha256 if kind == "sha256" else digest.git_oid
+    kind, wanted = ("sha256", item.sha256) if item.sha256 else ("git", item.git_oid)
+    found = digest.sha256 if item.sha256 else digest.git_oid
     return ("" if found == wanted else f"{kind} {found[:12]}..., expected {wanted[:12]}..."), digest.sha256
 
 
@@ -379,6 +433,11 @@ def hash_all(
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
+
+
+def is_own(name: str) -> bool:
+    """True for a file that this tool keeps beside a pack: locks, parts, what was quarantined."""
+    return _OWN.fullmatch(name) is not None
 
 
 def foreign(holding: Holding) -> list[tuple[str, str]]:

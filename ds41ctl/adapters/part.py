@@ -22,6 +22,7 @@ from ds41ctl.core.extents import Extents
 
 SUFFIX = files.PART_SUFFIX
 JOURNAL_SUFFIX = ".journal"
+TENSORS = "tensors"  # kind of a digest that names a plan, not bytes
 CLAIM_AT = 16 << 20  # received bytes after which a claim is made
 UNCLAIMED_MAX = (
     32 << 20
@@ -32,10 +33,13 @@ _WRITE_STEP = 4 << 20  # Xet hands out pieces of tens of MiB
 
 @dataclass(frozen=True)
 class Identity:
-    """What the finished file must be: `digest` is `sha256:HEX` or `git:HEX`; `size` in bytes."""
+    """What the finished file must be: `digest` is `sha256:HEX`, `git:HEX`, or `tensors:HEX` of the plan for a file
+    that is made of some tensors of another; `size` in bytes. `sha256` is what a `tensors` file must have, '' while
+    nothing knows it."""
 
     size: int
     digest: str
+    sha256: str = ""
 
     @property
     def tag(self) -> str:
@@ -195,8 +199,8 @@ class Part:
                 if hash_more or self._unclaimed >= CLAIM_AT or self.waiting or self._closed:
                     self._changed.notify_all()
 
-    def finish(self) -> str:
-        """Publish the whole file under its name; returns its sha256.
+    def finish(self, before: Callable[[str], None] = lambda sha256: None) -> str:
+        """Publish the whole file under its name; returns its sha256, which `before` is told before the name is given.
 
         Raises IntegrityError, publishing nothing, when the digest is not the pinned one.
         """
@@ -206,7 +210,9 @@ class Part:
                 self._changed.wait()
             self._check()
         kind, _, wanted = self.identity.digest.partition(":")
-        found = self._digest.sha256 if kind == "sha256" else self._digest.git_oid
+        found = self._digest.git_oid if kind == "git" else self._digest.sha256
+        if kind == TENSORS:
+            kind, wanted = "sha256", self.identity.sha256 or found
         if found != wanted:
             raise IntegrityError(
                 f"{self.target.name}: {kind} {found} arrived, {wanted} is pinned; nothing was published"
@@ -214,6 +220,7 @@ class Part:
         if os.fstat(self._fd).st_size != self.identity.size:
             raise IntegrityError(f"{self.target.name}: the part is not {self.identity.size} bytes long")
         os.fsync(self._fd)
+        before(self._digest.sha256)
         self.path.rename(self.target)
         files.fsync_dir(self.target.parent)
         self.close()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds41ctl.adapters import files
 from ds41ctl.core.errors import IntegrityError
 from ds41ctl.core.layout import Layout
-from ds41ctl.core.pins import LOCK_SCHEMA, PackLock, PinnedTree, drift, parse_lock
+from ds41ctl.core.pins import LOCK_SCHEMA, PackLock, PinnedTree, Subset, SubsetKey, drift, parse_lock, united
 
 if TYPE_CHECKING:  # the hub adapter imports an HTTP library, reading a lock file must not
     from ds41ctl.adapters.hub import Hub
 
 LOCK_SUFFIX = ".lock.json"
+_RECORDING = threading.Lock()  # files of one fetch arrive in several threads
 
 
 def _read(path: Path | None) -> PackLock | None:
@@ -65,6 +68,35 @@ def ensure(layout: Layout, hub: Hub) -> dict[tuple[str, str], PinnedTree]:
     return found
 
 
+def subsets(layout: Layout) -> dict[SubsetKey, Subset]:
+    """What is known of the sources that leave tensors out; a digest that one of the two locks knows counts.
+
+    Raises IntegrityError when the locks disagree.
+    """
+    committed, kept = _read(layout.committed_pins), _read(layout.pins_path)
+    found = {}
+    for source in layout.profile.model.hub_sources:
+        key = (source.repo, source.revision, source.leave_out)
+        known = [item for lock in (committed, kept) if lock and (item := lock.subset(key))]
+        if source.leave_out and known:
+            found[key] = known[0] if len(known) == 1 else united(known[0], known[1])
+    return found
+
+
+def keep(layout: Layout, found: Iterable[Subset]) -> None:
+    """Remember subsets beside what is known already."""
+    known = subsets(layout) | {item.key: item for item in found}
+    write(layout.pins_path, layout, trees(layout), known)
+
+
+def record(layout: Layout, key: SubsetKey, path: str, sha256: str) -> None:
+    """Remember the digest of a file that is made of some tensors: nothing but its first arrival tells it."""
+    with _RECORDING:
+        subset = subsets(layout)[key]
+        files_ = [f.model_copy(update={"sha256": sha256}) if f.path == path else f for f in subset.files]
+        keep(layout, [subset.model_copy(update={"files": tuple(files_)})])
+
+
 def compare(layout: Layout, hub: Hub) -> None:
     """Ask the Hub again. Raises IntegrityError when it lists anything else than what is pinned."""
     for key, tree in trees(layout).items():
@@ -76,7 +108,18 @@ def compare(layout: Layout, hub: Hub) -> None:
             )
 
 
-def write(path: Path, layout: Layout, found: dict[tuple[str, str], PinnedTree]) -> None:
-    """Publish the lock of a profile, ready to be committed beside it."""
-    lock = PackLock(schema=LOCK_SCHEMA, profile=layout.name, trees=tuple(found[key] for key in sorted(found)))
+def write(
+    path: Path,
+    layout: Layout,
+    found: dict[tuple[str, str], PinnedTree],
+    parts: dict[SubsetKey, Subset] | None = None,
+) -> None:
+    """Publish the lock of a profile, ready to be committed beside it; `parts` None: the subsets as they are known."""
+    parts = subsets(layout) if parts is None else parts
+    lock = PackLock(
+        schema=LOCK_SCHEMA,
+        profile=layout.name,
+        trees=tuple(found[key] for key in sorted(found)),
+        subsets=tuple(parts[key] for key in sorted(parts)),
+    )
     files.publish_json(path, lock.model_dump(mode="json", by_alias=True))

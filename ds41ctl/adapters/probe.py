@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ds41ctl.adapters import deep, enginevenv, host, pack, running, store
+from ds41ctl.adapters import deep, enginevenv, host, packsize, running, store
 from ds41ctl.core.facts import EngineFacts, HostFacts, RunningFacts
 from ds41ctl.core.layout import Layout
 
@@ -22,7 +22,7 @@ def probe(layout: Layout, *, level: int = 1) -> HostFacts:
     record = running.read(layout.record_path)
     facts = facts.model_copy(
         update={
-            "pack": pack.inspect(layout),
+            "pack": packsize.inspect(layout),
             "store": store.inspect(layout),
             "gpu_groups": dict(layout.gpu_groups),
             "api_key": layout.api_key_file is not None,

@@ -32,13 +32,16 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class Order:
-    """One file to bring: `sources` in the order they are tried; `arrived` is told the sha256 once it is published."""
+    """One file to bring: `sources` in the order they are tried; `arrived` is told the sha256 once it is published,
+    `before` just before that. `sha256`: see part.Identity."""
 
     target: Path
     size: int
     digest: str
     sources: tuple[Source, ...]
     arrived: Callable[[str], None]
+    sha256: str = ""
+    before: Callable[[str], None] = lambda sha256: None
 
 
 @dataclass(frozen=True)
@@ -301,7 +304,8 @@ class Transfer:
         return None
 
     def _start(self, order: Order, *, sources: list[Source] | None = None, again: bool = False) -> None:
-        part = Part(order.target, Identity(order.size, order.digest), git=order.digest.startswith("git:"))
+        identity = Identity(order.size, order.digest, order.sha256)
+        part = Part(order.target, identity, git=order.digest.startswith("git:"))
         self.summary.resumed += part.resumed
         self._active.append(_File(order, part, sources or list(order.sources), again=again))
 
@@ -376,7 +380,7 @@ class Transfer:
 
     def _finish(self, item: _File) -> None:
         try:
-            sha256 = item.part.finish()
+            sha256 = item.part.finish(item.order.before)
         except IntegrityError as error:
             self._wrong_digest(item, error)
             return

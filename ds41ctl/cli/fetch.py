@@ -37,16 +37,26 @@ def fetch(
     connections: Annotated[
         int, typer.Option("--connections", min=1, max=64, help="Streams at once over all files.")
     ] = 8,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the bytes by repository and disk, ask nobody; 15 when a disk has no room for them."
+        ),
+    ] = False,
     json: options.JsonOpt = False,
 ) -> None:
     """Get what is missing and verify it; files that are already right are left alone."""
     if sum((verify, repair, gc, lock is not None)) > 1:
         raise ConfigError("--verify, --repair, --gc and --lock are four different commands: choose one")
+    if dry_run and (verify or gc or lock is not None):
+        raise ConfigError("--dry-run goes with a fetch alone: it prints what one would bring")
     if quick and not verify:
         raise ConfigError("--quick goes with --verify")
     session = open_session(profile)
     cli.out.line(heading("fetch", session))
-    if verify:
+    if dry_run:
+        _plan(session)
+    elif verify:
         _verify(session, quick=quick)
     elif gc:
         _collect(session)
@@ -54,6 +64,55 @@ def fetch(
         _lock(session, lock)
     else:
         _fetch(session, repair=repair, connections=connections)
+
+
+def _plan(session: Session) -> None:
+    """What a fetch would bring, by repository and by filesystem; nothing is asked or touched."""
+    from ds41ctl.adapters import packsize
+    from ds41ctl.core.errors import NoSpaceError
+
+    found = packsize.sources(session.layout)
+    disks = packsize.disks(found)
+    pinned = all(size.pinned for size in found)
+    for size in found:
+        if size.total is None or size.to_come is None:
+            cli.out.line(f"  {size.name}  size not known before the Hub is asked, into {size.folder}")
+            continue
+        there = f"{size.there / 1e9:,.1f} GB there" + ("" if size.pinned else ", unproven")
+        cli.out.line(
+            f"  {size.name}  {size.total / 1e9:,.1f} GB: {there}, {size.to_come / 1e9:,.1f} GB to come, "
+            f"into {size.folder}"
+        )
+    known = [size for size in found if size.total is not None]
+    total, to_come = sum(size.total or 0 for size in known), sum(size.to_come or 0 for size in known)
+    by = "the pins" if pinned else "the profile's figures: the Hub was not asked yet"
+    cli.out.line(f"  {total / 1e9:,.1f} GB in all, {to_come / 1e9:,.1f} GB to come, by {by}" if found else "  nothing")
+    for disk in disks:
+        text = f"{disk.needed / 1e9:,.1f} GB needed, {disk.free / 1e9:,.1f} GB free"
+        cli.out.line(f"  {disk.mount}  {text}" + ("" if disk.fits else "  DOES NOT FIT"))
+    cli.out.data(
+        {
+            "sources": [
+                {
+                    "repo": size.name, "dir": str(size.folder), "bytes": size.total, "there": size.there,
+                    "to_come": size.to_come, "by": "pins" if size.pinned else "profile",
+                }
+                for size in found
+            ],
+            "disks": [
+                {"mount": str(disk.mount), "needed": disk.needed, "free": disk.free, "fits": disk.fits}
+                for disk in disks
+            ],
+            "bytes": total if len(known) == len(found) else None,
+            "to_come": to_come if len(known) == len(found) else None,
+        }
+    )  # fmt: skip
+    full = [disk for disk in disks if not disk.fits]
+    if full:
+        raise NoSpaceError(
+            f"{full[0].mount} has {full[0].free / 1e9:,.1f} GB free, the pack needs {full[0].needed / 1e9:,.1f} GB",
+            hints=(f"df -h {full[0].mount}", "export DS41_DATA_DIR=/a/larger/filesystem"),
+        )
 
 
 def _fetch(session: Session, *, repair: bool, connections: int) -> None:
@@ -95,7 +154,7 @@ def _collect(session: Session) -> None:
 
 
 def _lock(session: Session, path: Path) -> None:
-    from ds41ctl.adapters import pins
+    from ds41ctl.adapters import pins, tensorfile
     from ds41ctl.adapters.hub import Hub
     from ds41ctl.core.errors import UnsupportedError
 
@@ -107,6 +166,7 @@ def _lock(session: Session, path: Path) -> None:
     hub.note = cli.out.note
     before = pins.trees(session.layout)
     found = pins.ensure(session.layout, hub)
+    tensorfile.ensure(session.layout, hub, cli.out.note)
     if before:
         pins.compare(session.layout, hub)  # what is committed must be what the Hub still lists
     pins.write(path, session.layout, found)

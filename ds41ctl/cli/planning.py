@@ -30,18 +30,18 @@ def serve_step(session: Session) -> PlannedStep:
 
 def up_plan(session: Session) -> Plan:
     """Plan of `up`."""
-    from ds41ctl.adapters import pack, store, storeplace
+    from ds41ctl.adapters import pack, packsize, store, storeplace
 
     layout, profile = session.layout, session.profile
-    held = pack.holdings(layout) or ()
-    wanted = [item for holding in held for item in holding.items]
+    sizes = packsize.sources(layout)
+    known = [size.to_come for size in sizes if size.to_come is not None]
     sources = ", ".join(source.what or source.kind for source in profile.model.sources)
     fetch = PlannedStep(
         step="fetch",
         what=f"get and verify the pack: {sources}",
         writes=tuple(dict.fromkeys(str(layout.source_dir(source.dir)) for source in profile.model.hub_sources))
         or (str(layout.model_dir),),
-        bytes=sum(item.size for item in wanted) or None,
+        bytes=sum(known) if sizes and len(known) == len(sizes) else None,
     )
     if pack.own_hybrid(layout):
         what = f"look through the hybrid of your own in {layout.model_dir}"
@@ -122,7 +122,7 @@ def print_plan(plan: Plan) -> None:
     cli.out.data(tree)
     cli.out.line(f"plan  {plan.command}  {plan.profile}  (dry run: nothing is touched)")
     for step in plan.steps:
-        size = f", {step.bytes / 2**20:,.0f} MiB" if step.bytes else ""
+        size = f", {step.bytes / 2**20:,.0f} MiB" if step.bytes is not None else ""
         budget = f", at most {step.budget_s:.0f} s" if step.budget_s else ""
         cli.out.line(f"  {step.step:<10} {step.what}{size}{budget}")
         for path in step.writes:

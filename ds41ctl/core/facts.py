@@ -291,16 +291,27 @@ class TensorFacts(_Facts):
     shape: tuple[int, ...]
 
 
+class PackSourceFacts(_Facts):
+    """What the pins of one repository take in one folder, bytes."""
+
+    repo: str
+    dir: str
+    bytes: int
+
+
 class PackFacts(_Facts):
     """The pack folder against what the profile expects; `engram_tensors` are all `*.engram.embed.*` found.
 
     `own`: a hybrid of the user's own, whose digests are those first seen at `recorded_at` ('' for not yet).
+    `bytes_missing` counts against the pins; `bytes_there` is what lies in the sources' folders while there are none.
     """
 
     dir: str
     exists: bool = False
     files: tuple[PackFileFacts, ...] = ()
     bytes_missing: int | None = None
+    bytes_there: int | None = None
+    sources: tuple[PackSourceFacts, ...] = ()
     index_names: int | None = None
     engram_tensors: tuple[TensorFacts, ...] = ()
     problems: tuple[str, ...] = ()

@@ -70,6 +70,11 @@ class Layout:
         return self.dirs.state / "pins" / f"{self.name}.json"
 
     @property
+    def heads_dir(self) -> Path:
+        """Headers of the Hub's shards of which only some tensors are fetched."""
+        return self.dirs.state / "pins" / f"{self.name}.heads"
+
+    @property
     def own_pins_dir(self) -> Path:
         """What was seen of a hybrid of the user's own: its digests, and the sidecars that bind them."""
         return self.dirs.state / "pins" / f"{self.name}.own"

@@ -35,6 +35,11 @@ class PinnedFile(_Model):
     sha256: Sha256 | Literal[""] = ""
     xet: Sha256 | Literal[""] = ""
 
+    @property
+    def digest(self) -> str:
+        """What pins its bytes: the sha256, or git's id where the Hub states none."""
+        return self.sha256 or self.oid
+
 
 class PinnedTree(_Model):
     """Every file of one repository at one commit."""
@@ -44,16 +49,60 @@ class PinnedTree(_Model):
     files: tuple[PinnedFile, ...]
 
 
+class SubsetFile(_Model):
+    """A shard of which not every tensor may be wanted: `kept` of `tensors` are.
+
+    `head_sha256` is of its length word and header as the Hub's file has them, `plan` of everything the new file is
+    made from (core/subset.py), `size` the new file's bytes. `sha256` is the new file's, '' until it arrived once:
+    the Hub states none for a part of a file.
+    """
+
+    path: str
+    head_sha256: Sha256
+    tensors: int = Field(ge=0)
+    kept: int = Field(ge=0)
+    size: int = Field(ge=0)
+    plan: Sha256
+    sha256: Sha256 | Literal[""] = ""
+
+    @property
+    def whole(self) -> bool:
+        """Every tensor is wanted: the file is fetched as it is."""
+        return self.kept == self.tensors
+
+
+class Subset(_Model):
+    """What `leave_out` leaves of the shards of one repository at one commit."""
+
+    repo: str
+    revision: Revision
+    leave_out: tuple[str, ...]
+    files: tuple[SubsetFile, ...]
+
+    @property
+    def key(self) -> SubsetKey:
+        """What it is the subset of."""
+        return self.repo, self.revision, self.leave_out
+
+
+SubsetKey = tuple[str, str, tuple[str, ...]]
+
+
 class PackLock(_Model):
-    """The pins of one profile: one tree a source repository."""
+    """The pins of one profile: one tree a source repository, one subset a source that leaves tensors out."""
 
     schema_version: int = Field(LOCK_SCHEMA, alias="schema")
     profile: str
     trees: tuple[PinnedTree, ...]
+    subsets: tuple[Subset, ...] = ()
 
     def tree(self, repo: str, revision: str) -> PinnedTree | None:
         """The tree of a repository at a commit, None when it is not pinned."""
         return next((tree for tree in self.trees if (tree.repo, tree.revision) == (repo, revision)), None)
+
+    def subset(self, key: SubsetKey) -> Subset | None:
+        """The subset of a source, None when its headers were not read yet."""
+        return next((item for item in self.subsets if item.key == key), None)
 
 
 class SeenFile(_Model):
@@ -126,6 +175,7 @@ def merged(
         for item in files:
             other = found.setdefault(item.path.casefold(), (source, item))
             same = (other[1].path, other[1].oid, other[1].sha256) == (item.path, item.oid, item.sha256)
+            same = same and other[0].leave_out == source.leave_out
             if not same:
                 raise ConfigError(
                     f"{item.path} comes from {other[0].repo} and from {source.repo} with other bytes",
@@ -147,3 +197,23 @@ def drift(pinned: PinnedTree, now: PinnedTree) -> str:
                 return f"{item.path}: {name} {found}, pinned {was}"
     extra = sorted(theirs.keys() - {item.path for item in pinned.files})
     return f"{extra[0]} is new" if extra else ""
+
+
+def united(first: Subset, second: Subset) -> Subset:
+    """One subset of two records of it: a digest that only one of them knows counts.
+
+    Raises IntegrityError when they say different things of a file.
+    """
+    theirs = {item.path: item for item in second.files}
+    found = []
+    for item in first.files:
+        other = theirs.get(item.path)
+        sha256 = item.sha256 or (other.sha256 if other else "")
+        if other is None or item.model_copy(update={"sha256": sha256}) != other.model_copy(
+            update={"sha256": other.sha256 or sha256}
+        ):
+            raise IntegrityError(f"{first.repo}: {item.path} has tensors or bytes that differ between two lock files")
+        found.append(item.model_copy(update={"sha256": sha256}))
+    if len(theirs) != len(found):
+        raise IntegrityError(f"{first.repo}: two lock files list different shards")
+    return first.model_copy(update={"files": tuple(found)})

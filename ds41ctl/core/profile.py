@@ -69,6 +69,12 @@ class HubSource(_Model):
     repo: str
     revision: Revision
     patterns: tuple[str, ...] = ("*",)
+    leave_out: tuple[str, ...] = Field(
+        (), description="globs of tensor names that are not fetched out of the .safetensors files"
+    )
+    size_bytes: int = Field(
+        0, ge=0, le=1 << 50, description="what this profile takes of the repository, bytes; 0: not stated"
+    )
     dir: str = Field("", description="folder below the data folder; empty: the pack's own folder")
     what: str = ""
 
@@ -129,6 +135,12 @@ class Model(_Model):
     def hub_sources(self) -> tuple[HubSource, ...]:
         """The sources that are downloaded."""
         return tuple(source for source in self.sources if isinstance(source, HubSource))
+
+    @property
+    def size_bytes(self) -> int | None:
+        """What the Hub sources state together, bytes; None when one of them states nothing, or there is none."""
+        sizes = [source.size_bytes for source in self.hub_sources]
+        return sum(sizes) if sizes and all(sizes) else None
 
     @property
     def engram_layers(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ ENGRAM = (
     {"layer": 1, "rows": 384_006_168, "shard": "model-00047-of-00048.safetensors"},
     {"layer": 14, "rows": 384_016_682, "shard": "model-00048-of-00048.safetensors"},
 )
+ROUTED_GLOB = "layers.*.ffn.experts.*"  # what `non-expert tensors` leaves out: the drafter's experts are mtp.*
 ENGRAM_GIB = 189
 TOKEN_MAP = "Built engram token map (129280 -> 99092 ids) for layers (1, 14)"  # noqa: S105 - a log line
 _CARDS = {"cmp-170hx": "CMP 170HX", "v100-sxm2": "Tesla V100-SXM2-32GB"}
@@ -294,9 +295,10 @@ def _model(tree: dict[str, Any], argv: list[str], served_from: str, found: Impor
                 raise ConfigError(f"artifacts: {pin!r} names no sane range of shards")
             patterns = [f"model-{number:05d}-of-{of:05d}.safetensors" for number in range(first, last + 1)]
         folder = f"models/{repo[1].rsplit('/', 1)[1]}"
-        sources.append(
-            {"kind": "hub", "repo": repo[1], "revision": commit[0], "patterns": patterns, "dir": folder, "what": pin}
-        )
+        source = {"kind": "hub", "repo": repo[1], "revision": commit[0], "patterns": patterns}
+        if repo[1] == MODEL_REPO and "non-expert tensors" in pin:
+            source["leave_out"] = [ROUTED_GLOB]
+        sources.append({**source, "dir": folder, "what": pin})
     if not sources:
         raise ConfigError("artifacts: no model_weights with a pinned commit")
     return {

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ds41ctl.adapters import download, files, mounts, pack, part, pins
-from ds41ctl.adapters.hub import Hub
+from ds41ctl.adapters import download, files, mounts, pack, part, pins, tensorfile
+from ds41ctl.adapters.hub import Hub, XetStore
 from ds41ctl.adapters.pack import Checked, Expected, Holding
+from ds41ctl.adapters.packsize import SPACE_MARGIN
 from ds41ctl.adapters.transfer import Order, State, Summary, Transfer
 from ds41ctl.core import packgen
 from ds41ctl.core.errors import ConfigError, DeniedError, IntegrityError, NoSpaceError, UnsupportedError
@@ -18,7 +19,6 @@ from ds41ctl.steps import own
 from ds41ctl.steps.hashing import Told, hash_all
 from ds41ctl.steps.runner import Goal, Progress
 
-SPACE_MARGIN = 1.02  # filesystem metadata and blocks only partly used
 CONNECTIONS = 8
 
 
@@ -120,6 +120,7 @@ class Fetch:
             hub.note = lambda text: progress(text, {"note": True})
             progress(f"file lists from {hub.name}", {})
             pins.ensure(self.layout, hub)
+            tensorfile.ensure(self.layout, hub, lambda text: progress(text, {}))
             held = pack.holdings(self.layout)
         if not held:
             raise UnsupportedError(f"nothing in this version can make the pack of {self.layout.name}")
@@ -163,6 +164,8 @@ class Fetch:
             pinned = download.Pinned(
                 item.name, item.size, item.revision, tuple(d for d in (item.sha256, item.git_oid) if d)
             )
+            if item.partial is not None:
+                return self._some_tensors(hub, client, stores[item.repo, item.revision], target, item)
             sources: list[download.Source] = []
             if hub.xet and item.xet:
                 sources.append(stores[item.repo, item.revision].file(item.xet, item.size, item.name))
@@ -175,11 +178,12 @@ class Fetch:
                 lambda sha256: pack.write_sidecar(target, item, sha256),
             )
 
+        orders = [order(folder, item) for folder, item, _ in bad]
         tell = Told(progress)
         way = "Xet where the Hub has it" if hub.xet else "plain HTTP"
         progress(f"{len(bad)} files from {hub.name}, {way}", {"note": True})
         transfer = Transfer(
-            [order(folder, item) for folder, item, _ in bad],
+            orders,
             connections=self.connections,
             limits=hub.limits,
             progress=lambda state: tell(_line(state), _numbers(state)),
@@ -187,8 +191,49 @@ class Fetch:
         )
         try:
             self._summary = transfer.run()
+        except download.FileChanged as error:
+            for folder, item, _ in bad:
+                if item.partial is not None and item.name == error.what:
+                    _forget(self.layout, folder / item.name, item)
+            raise
         finally:
             client.close()
+
+    def _some_tensors(self, hub: Hub, client: download.Client, store: XetStore, target: Path, item: Expected) -> Order:
+        """The order of a file that holds some tensors of a file of the Hub."""
+        partial = item.partial
+        assert partial is not None  # noqa: S101 - the caller asked
+        repo, revision, leave_out = partial.key
+        head = tensorfile.load(self.layout, repo, revision, partial.origin)
+        if head is None:  # what arrived of it was bound to an ETag that nobody knows any more
+            _forget(self.layout, target, item)
+            head = tensorfile.fetch_head(self.layout, hub, client, repo, revision, partial.origin)
+        found = tensorfile.plan_of(head, partial.origin, leave_out)
+        if (head.sha256, found.digest(partial.origin.digest, head.sha256)) != (partial.head_sha256, partial.plan):
+            raise IntegrityError(f"{item.name}: its header is not the one that was pinned")
+        sources: list[download.Source] = []
+        if hub.xet and item.xet:
+            sources.append(tensorfile.SomeTensors(store.file(item.xet, partial.origin.size, item.name), found))
+        plain = tensorfile.http_file(hub, client, repo, revision, partial.origin, etag=head.etag)
+        sources.append(tensorfile.SomeTensors(plain, found))
+        return Order(
+            target,
+            item.size,
+            item.digest,
+            tuple(sources),
+            lambda sha256: pack.write_sidecar(target, item, sha256),
+            item.sha256,
+            lambda sha256: pins.record(self.layout, partial.key, item.name, sha256),
+        )
+
+
+def _forget(layout: Layout, target: Path, item: Expected) -> None:
+    """Begin a file that holds some tensors anew: nothing would tell bytes of two origins apart."""
+    arriving = part.part_path(target, item.identity)
+    for path in (arriving, arriving.with_name(arriving.name + part.JOURNAL_SUFFIX)):
+        path.unlink(missing_ok=True)
+    if item.partial is not None:
+        tensorfile.forget(layout, item.repo, item.revision, item.partial.origin)
 
 
 def _advice(reason: str) -> tuple[str, ...]:

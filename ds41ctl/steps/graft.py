@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import os
@@ -80,7 +81,7 @@ class GraftPack:
             located = {}
             for name in ("trunk", "experts", "donor"):
                 progress(f"headers of {getattr(spec, name)}", {})
-                located[name] = _located(held[getattr(spec, name)])
+                located[name] = _located(held[getattr(spec, name)], self._left_out(getattr(spec, name)))
             config = self._config(held)
             hybrid = combine(config, spec, self.layout.profile.model.engram, **located)
             pattern = passed_on(self._told()).get(EXPERTS_FILES)
@@ -108,6 +109,11 @@ class GraftPack:
         by_folder = {holding.folder: holding for holding in held}
         dirs = {source.dir for source in self.layout.profile.model.hub_sources}
         return {name: by_folder[self.layout.source_dir(name)] for name in dirs}
+
+    def _left_out(self, folder: str) -> tuple[str, ...]:
+        """Globs of the tensors that the sources of a folder do not fetch."""
+        sources = self.layout.profile.model.hub_sources
+        return tuple(glob for source in sources if source.dir == folder for glob in source.leave_out)
 
     def _id(self, held: tuple[Holding, ...]) -> str:
         """Digest of everything the hybrid is made from."""
@@ -194,8 +200,11 @@ class GraftPack:
         return made
 
 
-def _located(holding: Holding) -> Located:
-    """Every tensor of a source that counts: what its index names, or all headers when it was fetched without one."""
+def _located(holding: Holding, left_out: tuple[str, ...]) -> Located:
+    """Every tensor of a source that counts: what its index names, or all headers when it was fetched without one.
+
+    The index is the Hub's: it names the tensors that were left out, too.
+    """
     folder = holding.folder
     shards = [item.name for item in holding.items if item.name.endswith(".safetensors")]
     index = read_index(folder / pack.INDEX) if (folder / pack.INDEX).is_file() else None
@@ -207,7 +216,8 @@ def _located(holding: Holding) -> Located:
             if name in found:
                 raise IntegrityError(f"{folder.name}: {name} is in {found[name][0]} and in {file}")
             found[name] = (file, tensor)
-    lost = next((name for name, file in (index or {}).items() if file in shards and name not in found), None)
+    absent = [name for name, file in (index or {}).items() if file in shards and name not in found]
+    lost = next((name for name in absent if not any(fnmatch.fnmatchcase(name, glob) for glob in left_out)), None)
     if lost is not None and index is not None:
         raise IntegrityError(f"{folder.name}: {index[lost]} lacks {lost}, which the index places there")
     return found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,4 +234,66 @@ def test_the_plan_names_the_bytes_once_the_pins_are_known(cli: Cli) -> None:
     assert cli.json("up", "--dry-run")["data"]["steps"][1]["bytes"] is None
     assert cli("fetch")[0] == 0
     step = cli.json("up", "--dry-run")["data"]["steps"][1]
-    assert step["bytes"] > MIB and step["writes"] == [str(cli.folder)]
+    assert step["bytes"] == 0 and step["writes"] == [str(cli.folder)]
+    size = (cli.folder / SHARD).stat().st_size
+    (cli.folder / SHARD).unlink()
+    assert cli.json("up", "--dry-run")["data"]["steps"][1]["bytes"] == size
+    plan = cli.json("fetch", "--dry-run")["data"]
+    assert (plan["to_come"], plan["sources"][0]["by"]) == (size, "pins") and plan["bytes"] > MIB
+
+
+def test_a_lock_of_single_tensors_holds_another_machine_to_the_same_bytes(cli: Cli, tmp_path: Path) -> None:
+    """Headers before the fetch, digests of the new shards after it; without the state folder nobody else knows them."""
+    leave_out = 'leave_out = ["layers.*.ffn.experts.*"]'
+    cli.profile.write_text(cli.profile.read_text().replace(f'"{REVISION}"\n', f'"{REVISION}"\n{leave_out}\n'))
+    lock = tmp_path / "small.lock.json"
+
+    def digest() -> str:
+        (subset,) = json.loads(lock.read_text())["subsets"]
+        return next(item["sha256"] for item in subset["files"] if item["path"] == SHARD)
+
+    assert cli("fetch", "--lock", str(lock))[0] == 0 and digest() == "" and not cli.folder.exists()
+    assert cli("fetch")[0] == 0 and cli("fetch", "--verify", "--quick")[0] == 0
+    assert cli("fetch", "--lock", str(lock))[0] == 0
+    assert digest() == hashlib.sha256((cli.folder / SHARD).read_bytes()).hexdigest()
+    shutil.rmtree(cli.root / "data")
+    shutil.rmtree(cli.root / "state")
+    cli.hub.faults.append(Fault("cdn", SHARD, times=99, skip=2, change=lambda data: b"\1" * len(data)))
+    code, _, err = cli("fetch")
+    assert code == 12 and "nothing was published" in err and not (cli.folder / SHARD).exists()
+    cli.hub.faults.clear()
+    assert cli("fetch")[0] == 0 and digest() == hashlib.sha256((cli.folder / SHARD).read_bytes()).hexdigest()
+
+
+def test_a_dry_run_lists_bytes_by_repository_and_disk_and_asks_nobody(cli: Cli) -> None:
+    code, out, _ = cli("fetch", "--dry-run")
+    assert code == 0 and "owner/small  size not known before the Hub is asked" in out
+    assert cli.json("fetch", "--dry-run")["data"]["to_come"] is None
+    text = cli.profile.read_text()
+    stated = text.replace(f'revision = "{REVISION}"\n', f'revision = "{REVISION}"\nsize_bytes = 3_000_000\n')
+    cli.profile.write_text(stated)
+    cli.folder.mkdir(parents=True)
+    (cli.folder / "config.json").write_bytes(bytes(MIB))
+    plan = cli.json("fetch", "--dry-run")["data"]
+    assert plan["sources"] == [
+        {"repo": "owner/small", "dir": str(cli.folder), "bytes": 3_000_000, "there": MIB,
+         "to_come": 3_000_000 - MIB, "by": "profile"}
+    ]  # fmt: skip
+    (disk,) = plan["disks"]
+    assert disk["fits"] and disk["needed"] == int((3_000_000 - MIB) * 1.02) and cli.folder.is_relative_to(disk["mount"])
+    assert cli.json("up", "--dry-run")["data"]["steps"][1]["bytes"] == plan["to_come"]
+    code, out, _ = cli("fetch", "--dry-run")
+    assert code == 0 and "by the profile's figures: the Hub was not asked yet" in out
+    assert cli.hub.log == [] and not (cli.root / "state" / "pins").exists()
+
+
+def test_a_dry_run_says_which_disk_is_too_small_and_ends_with_15(cli: Cli) -> None:
+    text = cli.profile.read_text()
+    huge = 1 << 49
+    cli.profile.write_text(text.replace(f'"{REVISION}"\n', f'"{REVISION}"\nsize_bytes = {huge}\n'))
+    code, out, err = cli("fetch", "--dry-run")
+    assert code == 15 and "DOES NOT FIT" in out and "DS41_DATA_DIR" in err and cli.hub.log == []
+    tree = cli.json("fetch", "--dry-run")
+    assert tree["exit_code"] == 15 and tree["data"]["disks"][0]["fits"] is False
+    code, _, err = cli("fetch", "--dry-run", "--verify")
+    assert code == 2 and "--dry-run goes with a fetch alone" in err

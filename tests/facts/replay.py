@@ -22,11 +22,12 @@ def machine(name: str) -> HostFacts:
 
 # name -> (shipped profile, lines of it and what a careless owner made of them)
 CARELESS: dict[str, tuple[str, dict[str, str]]] = {
-    # steps too big for the context, draft tokens outside the trained set, fork, downloads, an open API
+    # a pack of another size, steps too big for the context, draft tokens it was not trained for, fork, downloads, open API
     "v100-careless": (
         "v100-pp2tp4",
         {
             'host = "127.0.0.1"': 'host = "0.0.0.0"',
+            "size_bytes = 218_600_000_000": "size_bytes = 118_600_000_000",
             "max_num_batched_tokens = 1024": "max_num_batched_tokens = 2048",
             '"--max-num-batched-tokens", "1024"': '"--max-num-batched-tokens", "2048"',
             "spec_tokens = 5": "spec_tokens = 4",

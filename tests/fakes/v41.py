@@ -14,6 +14,7 @@ from tests.fakes.packs import shard_bytes
 
 LAYERS, EXPERTS, WIDTH = 40, 2, 128
 ENGRAM_LAYERS = (1, 14)
+MUL1 = (0x83DCD12D).to_bytes(4, "little")
 ROWS = [sum(rows) for rows in sub_tables(2, 40, 3, 2)]
 Stored = dict[str, tuple[str, list[int], bytes]]
 Edit = Callable[[Stored], None]
@@ -67,10 +68,10 @@ def stored(spec: Spec, rate: float = 3) -> tuple[str, list[int], bytes]:
     return dtype, shape, bytes(math.prod(shape) * DTYPE_BITS[dtype] // 8)
 
 
-def official() -> dict[str, Stored]:
-    """48 shards: a layer each, then the rest, then the two Engram shards."""
-    shards: dict[str, Stored] = {}
-    for name, spec in contract(config()).items():
+def official_layout(tree: Mapping[str, Any]) -> dict[str, dict[str, Spec]]:
+    """The official checkpoint's 48 shards for a config: a layer each, then the rest, then the two Engram shards."""
+    shards: dict[str, dict[str, Spec]] = {}
+    for name, spec in contract(tree).items():
         match = re.match(r"layers\.(\d+)\.", name)
         number = int(match[1]) + 1 if match else 41
         if match and ".engram." in name:
@@ -79,23 +80,40 @@ def official() -> dict[str, Stored]:
             number = 42 + int(name[4])
         elif name.startswith("vision."):
             number = 45 + int("norm" in name)
-        shards.setdefault(f"model-{number:05}-of-00048.safetensors", {})[name] = stored(spec)
+        shards.setdefault(f"model-{number:05}-of-00048.safetensors", {})[name] = spec
     return shards
 
 
-def exl3(rates: Callable[[int], float], total: int, layers: Iterable[int] = range(LAYERS)) -> dict[str, Stored]:
-    """Shards with the routed experts alone: layer L in shard L + 2 of `total`, K as `rates` says, codebook mul1."""
-    shards: dict[str, Stored] = {}
+def official() -> dict[str, Stored]:
+    """The official checkpoint at small width."""
+    layout = official_layout(config())
+    return {shard: {name: stored(spec) for name, spec in specs.items()} for shard, specs in layout.items()}
+
+
+def exl3_layout(tree: Mapping[str, Any], total: int, layers: Iterable[int]) -> dict[str, dict[str, Spec]]:
+    """Shards with the routed experts alone for a config: layer L in shard L + 2 of `total`, codebook mul1."""
+    shards: dict[str, dict[str, Spec]] = {}
     wanted = set(layers)
-    for name, spec in contract(config(), routed="exl3").items():
+    for name, spec in contract(tree, routed="exl3").items():
         match = ROUTED.fullmatch(name)
         if match is None or int(match[2]) not in wanted:
             continue
         shard = shards.setdefault(f"model-{int(match[2]) + 2:05}-of-{total:05}.safetensors", {})
-        shard[name] = stored(spec, rates(int(match[2])))
+        shard[name] = spec
         if match[5] == "trellis":
-            shard[f"{match[1]}.mul1"] = ("I32", [], (0x83DCD12D).to_bytes(4, "little"))
+            shard[f"{match[1]}.mul1"] = Spec("codebook", ("I32",), ())
     return shards
+
+
+def exl3(rates: Callable[[int], float], total: int, layers: Iterable[int] = range(LAYERS)) -> dict[str, Stored]:
+    """The same at small width, K as `rates` says."""
+    return {
+        shard: {
+            name: ("I32", [], MUL1) if name.endswith(".mul1") else stored(spec, rates(int(name.split(".")[1])))
+            for name, spec in specs.items()
+        }
+        for shard, specs in exl3_layout(config(), total, layers).items()
+    }
 
 
 def files_of(shards: Mapping[str, Stored], settings: Mapping[str, Any] | None = None) -> dict[str, bytes]:

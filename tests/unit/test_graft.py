@@ -18,7 +18,7 @@ from ds41ctl.adapters.hub import Hub
 from ds41ctl.core.errors import ConfigError, IntegrityError, NotFoundError, UnsupportedError
 from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.layout import Layout
-from ds41ctl.core.profile import EngramTable, Profile
+from ds41ctl.core.profile import Profile
 from ds41ctl.core.tensors import contract
 from ds41ctl.steps.fetch import Fetch
 from ds41ctl.steps.gc import collect
@@ -28,12 +28,11 @@ from ds41ctl.steps.verify import VerifyPack
 from preflight import pack as checks
 from preflight.check import Stage, Verdict
 from tests.fakes.hub import FakeHub
+from tests.fakes.missions import DONOR, EXPERTS_REPO, GRAFTED, SETTINGS, TENSORS, small
+from tests.fakes.missions import OFFICIAL as TRUNK
 from tests.fakes.packs import flip, layout_for
-from tests.fakes.v41 import ENGRAM_LAYERS, EXPERTS, LAYERS, REAL, ROWS, Stored, config, exl3, files_of, official
+from tests.fakes.v41 import ENGRAM_LAYERS, EXPERTS, LAYERS, REAL, ROWS, Stored, exl3, files_of, official
 
-GRAFTED = (18, 19, 20, 21, 22)
-TENSORS = len(contract(config(), routed="exl3")) + LAYERS * EXPERTS * 3 - 4  # a marker a matrix; tables stay outside
-SETTINGS = {"quant_method": "exl3", "bits": 2.9, "layer_bits": {"18": 2}, "tensor_storage": {"kept": {"x": 1}}}
 Shards = dict[str, Stored]
 
 
@@ -43,32 +42,17 @@ def silent(text: str, data: dict[str, Any]) -> None:
 
 def small_profile(**updates: Any) -> Profile:
     """The CMP profile with the counts of the small packs."""
-    base = profiles.read(profiles.find("cmp170hx-tp4"))
-    assert base.model.graft is not None
-    tables = tuple(
-        EngramTable(layer=layer, rows=rows, shard=f"model-000{47 + number}-of-00048.safetensors")
-        for number, (layer, rows) in enumerate(zip(ENGRAM_LAYERS, ROWS, strict=True))
-    )
-    counts = {"tensors": TENSORS, "grafted": len(GRAFTED) * EXPERTS * 3 * 4, **updates}
-    graft = base.model.graft.model_copy(update=counts)
-    return base.model_copy(update={"model": base.model.model_copy(update={"graft": graft, "engram": tables})})
+    return small("cmp170hx-tp4", **updates)
 
 
 @pytest.fixture(scope="module")
 def packs() -> dict[str, Shards]:
     """The three packs of the recipe: the 2.9 bpw one has 2 bits in the layers to be grafted."""
     return {
-        "deepseek-ai/DeepSeek-V4.1-Flash-1017": official(),
-        "LibertAIDAI/DeepSeek-V4.1-Flash-1017-EXL3-2.9bpw": exl3(lambda layer: 2 if layer in GRAFTED else 3, 43),
-        "LibertAIDAI/DeepSeek-V4.1-Flash-1017-EXL3-3.5bpw": exl3(lambda layer: 3 if layer in GRAFTED else 4, 44),
+        TRUNK: official(),
+        EXPERTS_REPO: exl3(lambda layer: 2 if layer in GRAFTED else 3, 43),
+        DONOR: exl3(lambda layer: 3 if layer in GRAFTED else 4, 44),
     }
-
-
-TRUNK, EXPERTS_REPO, DONOR = (
-    "deepseek-ai/DeepSeek-V4.1-Flash-1017",
-    "LibertAIDAI/DeepSeek-V4.1-Flash-1017-EXL3-2.9bpw",
-    "LibertAIDAI/DeepSeek-V4.1-Flash-1017-EXL3-3.5bpw",
-)
 
 
 def fetched(tmp_path: Path, packs: dict[str, Shards], profile: Profile) -> Layout:

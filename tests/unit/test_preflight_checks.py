@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import preflight
+from ds41ctl.adapters import profiles
 from ds41ctl.core.facts import (
     DiskFacts,
     GpuFacts,
@@ -409,7 +410,66 @@ def test_an_unmeasured_or_read_only_filesystem(
     assert ask("disk.engine", tiny, facts, "up").status == status
 
 
+def shipped(name: str) -> Profile:
+    return profiles.read(profiles.find(name))
+
+
+def bare(facts: HostFacts, free: int) -> HostFacts:
+    """A machine on which nothing of this pack was ever fetched, with so many bytes free where it goes."""
+    nothing = facts.pack.model_copy(
+        update={"exists": False, "files": (), "bytes_missing": None, "sources": (), "engram_tensors": ()}
+    )
+    facts = facts.model_copy(update={"pack": nothing})
+    return disk_changed(disk_changed(facts, "model", free=free), "data", free=free)
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded", "gb"),
+    [("v100-pp2tp4", "v100-8x-serving-ready", 421.6), ("cmp170hx-tp4", "cmp170hx-4x-ready", 459.6)],
+)
+def test_a_bare_machine_is_judged_by_the_profiles_sizes_before_the_hub_is_asked(
+    name: str, recorded: str, gb: float
+) -> None:
+    asked, known = shipped(name), machine(recorded)
+    finding = ask("disk.data", asked, bare(known, 230 * 10**9), "up")
+    assert finding.status == Status.FAIL and "needed" in finding.summary
+    assert f"{gb} GB of pack by the profile; the Hub was not asked yet" in finding.summary
+    finding = ask("disk.data", asked, bare(known, 500 * 10**9), "up")
+    assert finding.status == Status.OK and f"{gb} GB" in finding.summary
+    assert ask("pack.files", asked, bare(known, 500 * 10**9), "up").status == Status.SKIP
+    assert ask("pack.sizes", asked, bare(known, 500 * 10**9), "up").status == Status.SKIP
+    half = changed(bare(known, 230 * 10**9), "pack", bytes_there=round((gb - 200) * 1e9))
+    assert ask("disk.data", asked, half, "up").status == Status.OK, "what lies there need not come again"
+    pinned = changed(bare(known, 230 * 10**9), "pack", bytes_missing=100 * GIB)
+    finding = ask("disk.data", asked, pinned, "up")
+    assert finding.status == Status.OK and "by the profile" not in finding.summary, "the pins count once there are any"
+
+
+def test_no_check_of_a_bare_v100_box_is_unknown_for_want_of_the_packs_size() -> None:
+    findings = preflight.run(shipped("v100-pp2tp4"), bare(machine("v100-8x-serving-ready"), 500 * 10**9), stage="up")
+    odd = [f.id for f in findings if f.id.startswith(("disk.", "pack.")) and f.status not in (Status.OK, Status.SKIP)]
+    assert odd == []
+
+
+def test_a_hybrid_elsewhere_does_not_take_its_sources_disk() -> None:
+    """DS41_MODEL moves the links; what is downloaded for them stays below the data folder."""
+    asked, facts = shipped("cmp170hx-tp4"), bare(machine("cmp170hx-4x-ready"), 500 * 10**9)
+    facts = disk_changed(facts, "model", device=999, free=GIB, mount="/links")
+    assert ask("disk.data", asked, facts, "up").status == Status.OK
+
+
+@pytest.mark.parametrize(("share", "status"), [(1.04, "ok"), (0.96, "ok"), (1.06, "warn"), (0.5, "warn")])
+def test_a_profiles_size_that_the_pins_do_not_bear_out_is_a_finding(share: float, status: str) -> None:
+    asked, facts = shipped("v100-pp2tp4"), machine("v100-8x-serving-ready")
+    sources = tuple(s.model_copy(update={"bytes": round(s.bytes * share)}) for s in facts.pack.sources)
+    finding = ask("pack.sizes", asked, changed(facts, "pack", sources=sources))
+    assert finding.status == status
+    assert status == "ok" or "the profile says 421.6 GB" in finding.summary
+
+
 def test_an_unknown_pack_size_still_counts_the_tables(v100: Profile, reserved: HostFacts) -> None:
+    sources = tuple(s.model_copy(update={"size_bytes": 0}) for s in v100.model.hub_sources)
+    v100 = v100.model_copy(update={"model": v100.model.model_copy(update={"sources": sources})})
     facts = changed(reserved, "pack", exists=False, bytes_missing=None)
     assert ask("disk.data", v100, facts, "up").status == Status.UNKNOWN
     small = disk_changed(facts, "model", free=100 * GIB)

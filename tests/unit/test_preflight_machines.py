@@ -229,6 +229,7 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "serve.ready-timeout": "fail",
             "serve.workers": "fail",
             "serve.offline": "fail",
+            "pack.sizes": "warn",
             "net.exposed": "fail",
             "net.gloo": "warn",
         },

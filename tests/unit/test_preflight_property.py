@@ -88,6 +88,7 @@ RESTS_ON = {
     "load": {"gpu.peer-copy"},
     "pack": {"pack.files", "pack.engram-tensors", "disk.data"},
     "pack.bytes_missing": {"disk.data"},
+    "pack.sources": {"pack.sizes"},
     "store": {"engram.store"},
     "store.bytes_needed": {"engram.store"},
     "engine": {"engine.installed", "engine.drift", "disk.engine", "disk.tmp"},
