@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds41ctl.core.facts import DiskFacts, HostFacts
 from ds41ctl.core.layout import RECORD_BYTES
+from ds41ctl.core.place import MEMORY_FILESYSTEMS
 from ds41ctl.core.profile import Profile
 from preflight.text import GIB, MIB
 
@@ -16,8 +17,6 @@ STATE_BYTES = 256 * MIB  # policy: logs, events and records of many runs
 BUILD_BYTES = GIB  # policy: pip unpacks the engine's wheels (about 0.6 GB) in the temporary folder
 PACK_ROLES = ("model", "data")  # the pack may have a folder of its own (DS41_MODEL), else it is below data
 _INSTALL_BYTES = {"engine": ENGINE_BYTES, "tmp": BUILD_BYTES}
-
-MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 def table_bytes(profile: Profile) -> int:
@@ -47,11 +46,19 @@ def host_memory(profile: Profile, facts: HostFacts) -> int:
 
     Tables bound for hugepages cost nothing here once the pool is reserved: MemAvailable leaves the pool out.
     """
+    if profile.engram.storage == "engine":  # its own copies, and no store of ours beside them
+        tables = max(0, table_bytes(profile) * max(1, profile.engram.host_copies) - free_hugepage_bytes(facts))
+        return round(profile.hardware.ram_gib_min * GIB) + tables
     tables = 0 if profile.engram.storage == "disk" else store_bytes_missing(profile, facts)
     if profile.engram.storage == "hugetlb":
         pool = sum(p.total * p.size_kib * 1024 for p in facts.memory.hugepages or () if p.node < 0)
         tables = max(0, table_bytes(profile) - pool)
     return round(profile.hardware.ram_gib_min * GIB) + tables
+
+
+def free_hugepage_bytes(facts: HostFacts) -> int:
+    """Hugepages that are reserved and hold nothing: memory that is there for tables, and not in MemAvailable."""
+    return sum(max(0, p.free - p.reserved) * p.size_kib * 1024 for p in facts.memory.hugepages or () if p.node < 0)
 
 
 def disk(profile: Profile, facts: HostFacts, role: str) -> int | None:
