@@ -96,8 +96,8 @@ def build(layout: Layout, geometry: Geometry, progress: Progress) -> Path:
 
     place = storeplace.find(layout, tables, say)
     progress(f"{place.rows}: {place.kind}", {"dir": str(place.rows)})
-    loops = kernels.loops(layout.dirs.cache)
-    if loops.note and not store.of_shards(layout):
+    loops = None if store.of_shards(layout) else kernels.loops(layout.dirs.cache)  # a copy lays no rows out
+    if loops is not None and loops.note:
         progress(f"rows are laid out by plain Python, several times slower: {loops.note}", {})
     try:
         meter = _Meter(sum(source.shard_bytes for source in found), progress)
@@ -138,7 +138,7 @@ class _Meter:
 
 
 def _build_table(
-    layout: Layout, place: storeplace.Place, source: Source, loops: kernels.Loops, meter: _Meter
+    layout: Layout, place: storeplace.Place, source: Source, loops: kernels.Loops | None, meter: _Meter
 ) -> tuple[dict[str, Any], list[numa.Backing]]:
     """One table's record files under their final names, and its entry of the manifest."""
     layer = source.table.layer
@@ -253,7 +253,7 @@ def _taking(path: Path, size: int, kind: storeplace.Kind, node: int | None) -> I
         raise files.os_error(error, f"allocating {path}{where}") from error
 
 
-def _fill(source: Source, record_files: list[_RecordFile], loops: kernels.Loops, meter: _Meter) -> str:
+def _fill(source: Source, record_files: list[_RecordFile], loops: kernels.Loops | None, meter: _Meter) -> str:
     """Read the shard once, lay its rows out or copy it, and return the sha256 of all its bytes.
 
     Hashing and taking pages, the slowest parts, run in threads of their own while this one reads and places the rows.
@@ -271,7 +271,7 @@ def _fill(source: Source, record_files: list[_RecordFile], loops: kernels.Loops,
                 copy.need(at_byte + len(piece))
                 copy.view[at_byte : at_byte + len(piece)] = piece
                 at_byte += len(piece)
-            elif tensor is not None:
+            elif tensor is not None and loops is not None:
                 width = WEIGHT_BYTES if tensor is source.weight else SCALE_BYTES
                 offset = 0 if tensor is source.weight else WEIGHT_BYTES
                 for file in record_files:

@@ -72,7 +72,7 @@ def local_profile(base: Profile, found: Geometry, **updates: object) -> Profile:
 
 
 def layout_for(profile: Profile, root: Path, *, storage: str = "disk", **settings: object) -> Layout:
-    """A layout whose every folder lies below `root`, its store too: on a disk, unless another `storage` is asked for."""
+    """A layout whose every folder lies below `root`, its store too: on a disk unless `storage` says otherwise."""
     import os
 
     if profile.engram.own_store:
