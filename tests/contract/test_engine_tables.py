@@ -1,4 +1,4 @@
-"""An engine that loads its own Engram tables: it serves when it has, and is ended when its memory says that it has not."""
+"""An engine that loads its own Engram tables: it serves when it has, and is ended when its memory shows none."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 how, size, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 print("INFO 11-29 10:00:00 non-default args: {}", flush=True)
 for rank in range(4):
-    print(f"(Worker_TP{rank} pid=1) INFO 11-29 10:00:00 Built engram token map (129280 -> 99092 ids) for layers (1, 14)")
+    print(f"(Worker_TP{rank} pid=1) INFO Built engram token map (129280 -> 99092 ids) for layers (1, 14)")
 if how == "filled":
     tables = bytearray(b"x") * size
 elif how == "reserved":
-    tables = mmap.mmap(-1, size)
+    tables = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
 
 
 class Handler(BaseHTTPRequestHandler):
