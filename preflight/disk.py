@@ -6,6 +6,7 @@ import math
 from functools import partial
 
 from ds41ctl.core.facts import DiskFacts, HostFacts
+from ds41ctl.core.place import MEMORY_FILESYSTEMS
 from ds41ctl.core.profile import Profile
 from preflight import need
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
@@ -67,7 +68,7 @@ def _judge(role: str, profile: Profile, facts: HostFacts, stage: Stage) -> Verdi
             found=f"{found.inodes_free} inodes",
             fix=(f"df -i {found.mount}", f"export {VARIABLE[role]}=/another/filesystem"),
         )
-    if role in need.PACK_ROLES and found.fstype in need.MEMORY_FILESYSTEMS:
+    if role in need.PACK_ROLES and found.fstype in MEMORY_FILESYSTEMS:
         return warn(
             f"{found.path} is in memory ({found.fstype})",
             expected="a disk",

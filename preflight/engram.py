@@ -26,16 +26,10 @@ def storage(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
             why=why,
         )
     if profile.engram.storage == "engine":
-        proof = "ds41: every tensor the pack must have was loaded"
-        if not profile.engine.plugin or not any(proof in marker.text for marker in profile.serve.required_markers):
-            return fail(
-                "the engine keeps the tables itself, and nothing proves that it fills them",
-                expected=f"plugin = true in [engine] and the required marker {proof!r}",
-                found="no proof",
-                fix=(f"add both to profile {profile.name}",),
-                why=why,
-            )
-        return ok("kept by the engine, whose plugin proves them loaded", expected=expected, found="engine")
+        return _kept(profile, why)
+    unread = _unread(profile)
+    if unread is not None:
+        return unread
     if profile.engine.kind == "container":
         passed = passed_on(profile).get("DSV41_ENGRAM_STORAGE", "")
         if passed != "ssd":
@@ -47,6 +41,79 @@ def storage(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
                 why=why,
             )
     return ok(f"engram.storage {profile.engram.storage}", expected=expected, found=profile.engram.storage)
+
+
+def _kept(profile: Profile, why: str) -> Verdict:
+    """An engine that keeps the tables itself: our plugin counts what it loads, of any other three things together are
+    the proof. The third, exact copies, every profile has (smoke.copies)."""
+    proof = "ds41: every tensor the pack must have was loaded"
+    markers = profile.serve.required_markers
+    if profile.engine.plugin:
+        if any(proof in marker.text for marker in markers):
+            return ok("kept by the engine, whose plugin proves them loaded", expected=proof, found="engine")
+        return fail(
+            "the engine keeps the tables itself, and nothing proves that it fills them",
+            expected=f"plugin = true in [engine] and the required marker {proof!r}",
+            found="no proof",
+            fix=(f"add the marker to profile {profile.name}",),
+            why=why,
+        )
+    expected = "a required marker about the Engram tables, engram.host_copies, and exact copies in the smoke test"
+    lacking = []
+    if not any("engram" in marker.text.lower() for marker in markers):
+        lacking.append("a [[serve.required_markers]] about the Engram tables")
+    if not profile.engram.host_copies:
+        lacking.append("host_copies in [engram] (whole copies of the tables in host memory)")
+    if lacking:
+        return fail(
+            f"the engine keeps the tables itself, and the profile lacks {' and '.join(lacking)}",
+            expected=expected,
+            found="no " + ", no ".join(lacking),
+            fix=(f"add {' and '.join(lacking)} to profile {profile.name}",),
+            why=why,
+        )
+    copies = f"{profile.engram.host_copies} in host memory"
+    return ok(
+        f"kept by the engine ({copies}), proven by markers, memory growth and {profile.smoke.copies} exact copies",
+        expected=expected,
+        found="engine",
+    )
+
+
+def _unread(profile: Profile) -> Verdict | None:
+    """A store that nobody would read: of a form that is not this engine's, or of which nothing tells it."""
+    engram, plugin = profile.engram, profile.engine.plugin and profile.engine.kind == "venv"
+    why = "it would take the memory of the tables, and the engine would start without them or load its own"
+    expected = "a store that the engine reads"
+    if engram.format == "records" and not plugin:
+        return fail(
+            "the store holds records, which only ds41_engine reads, and this engine has no such plugin",
+            expected=expected,
+            found="records, plugin = false",
+            fix=(
+                f'an engine that reads safetensors: format = "shards" in [engram] of profile {profile.name}',
+                f'an engine that loads its own tables: storage = "engine" in [engram] of profile {profile.name}',
+            ),
+            why=why,
+        )
+    if engram.format == "shards" and plugin:
+        return fail(
+            "the store holds shards, and ds41_engine reads records",
+            expected=expected,
+            found="shards, plugin = true",
+            fix=(f'format = "records" in [engram] of profile {profile.name}',),
+            why=why,
+        )
+    told = (*profile.serve.argv, *profile.serve.dspark_argv, *profile.serve.env.values())
+    if not any("${engram}" in word for word in told):
+        return fail(
+            "nothing tells the engine of the store: ${engram} is neither in serve.argv nor in serve.env",
+            expected=expected,
+            found="no ${engram}",
+            fix=(f"name ${{engram}} where the engine of profile {profile.name} is told of its tables",),
+            why=why,
+        )
+    return None
 
 
 def store(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:

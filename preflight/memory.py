@@ -7,6 +7,7 @@ import math
 
 from ds41ctl.core.engram import node_pages, planned_placement
 from ds41ctl.core.facts import HostFacts
+from ds41ctl.core.place import Ground, decide, mount_line, mounted_bytes
 from ds41ctl.core.profile import Profile
 from preflight import need
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
@@ -22,8 +23,9 @@ def ram(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
         return skip("an engine is running: its memory is already taken")
     memory, needed = facts.memory, need.host_memory(profile, facts)
     tables = needed - round(profile.hardware.ram_gib_min * GIB)
+    whose = "that the engine keeps" if profile.engram.storage == "engine" else "not yet in memory"
     expected = f"{size(needed)} available ({profile.hardware.ram_gib_min:g} GiB" + (
-        f" + {size(tables)} of Engram tables not yet in memory)" if tables else ", Engram tables already placed)"
+        f" + {size(tables)} of Engram tables {whose})" if tables else ", Engram tables already placed)"
     )
     if memory.available is not None and memory.available < needed:
         return fail(
@@ -55,12 +57,15 @@ def ram(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
 
 def tmpfs(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     """A place in memory for the store: a tmpfs that is there, one that may be mounted, or /dev/shm."""
-    if profile.engram.storage != "tmpfs":
+    ground = _ground(profile, facts)
+    if profile.engram.storage != "tmpfs" and not (profile.engram.storage == "hugetlb" and ground.chosen):
         return skip(f"engram.storage is {profile.engram.storage}")
     system, store, shm = facts.system, facts.disk("store"), facts.disk("shm")
     expected = "a writable tmpfs, or the right to mount one"
     if need.store_is_valid(facts):
         return ok("the store is in place", expected=expected, found=facts.store.fstype if facts.store else "")
+    if ground.chosen:
+        return _chosen(profile, facts, ground)
     if store is not None and store.fstype in ("tmpfs", "ramfs") and store.writable:
         return ok(
             f"{store.mount} is a writable {store.fstype}",
@@ -73,7 +78,7 @@ def tmpfs(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
         return ok("sudo mounts a tmpfs without a password", expected=expected, found="sudo -n")
     missing = need.store_bytes_missing(profile, facts)
     folder = store.path if store is not None else "/dev/shm/ds41ctl"
-    if not profile.engram.dir and shm is not None and shm.writable and shm.fstype == "tmpfs":
+    if shm is not None and shm.writable and shm.fstype == "tmpfs":
         if shm.free is None:
             return unknown("the size of /dev/shm is not known", expected=expected, fix=("df -h /dev/shm",))
         if shm.free >= missing:
@@ -98,6 +103,72 @@ def tmpfs(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
         found=f"{folder} on {store.fstype or 'an unknown filesystem'}, "
         + ("root without CAP_SYS_ADMIN" if system.root else "no sudo without a password"),
         fix=_tmpfs_fix(facts, missing, folder),
+    )
+
+
+def _ground(profile: Profile, facts: HostFacts) -> Ground:
+    """What the place of the store depends on, from recorded facts: what the build asks this machine for."""
+    system, disk, store = facts.system, facts.disk("store"), facts.store
+    return Ground(
+        folder=disk.path if disk is not None else profile.engram.dir,
+        chosen=bool(profile.engram.dir) or (store is not None and store.chosen),
+        fstype=disk.fstype if disk is not None else "",
+        own_mount=store is not None and store.own_mount,
+        may_mount=system.can_mount if system.root else system.sudo_passwordless,
+        foreign=store.foreign if store is not None else "",
+    )
+
+
+def _tables(profile: Profile, facts: HostFacts) -> int:
+    """Bytes of the store's files: shards hold a little more than the tables' rows."""
+    wanted = facts.store.bytes_needed if facts.store is not None else None
+    return max(need.table_bytes(profile), wanted or 0)
+
+
+def _chosen(profile: Profile, facts: HostFacts, ground: Ground) -> Verdict:
+    """A folder that the user or the profile names: nothing else is taken, and a disk least of all."""
+    fstype = "hugetlbfs" if profile.engram.storage == "hugetlb" else "tmpfs"
+    expected = f"{ground.folder} on a memory filesystem, or the right to mount one there"
+    found, system = facts.disk("store"), facts.system
+    line = mount_line(profile.engram, ground.folder, _tables(profile, facts), system.uid or 0)
+    if found is None or not found.fstype:
+        return unknown(
+            f"what {ground.folder} lies on is not known", expected=expected, fix=(f"findmnt -T {ground.folder}",)
+        )
+    decision = decide(profile.engram, ground)
+    if decision.way == "there":
+        if found.writable is None:
+            return unknown(
+                f"whether {ground.folder} may be written is not known",
+                expected=expected,
+                fix=(f"ls -ld {ground.folder}",),
+            )
+        if found.writable:
+            return ok(f"{found.mount} is a writable {found.fstype}", expected=expected, found=found.fstype)
+        return fail(
+            f"{ground.folder} is on {found.fstype}, and this user may not write there",
+            expected=expected,
+            found="not writable",
+            fix=(as_root(f"install -d -o {system.uid or 0} {ground.folder}", system),),
+        )
+    if decision.way == "mount":
+        planned = mounted_bytes(profile.engram, _tables(profile, facts))
+        return ok(
+            f"a {fstype} of {size(planned)} will be mounted at {ground.folder}",
+            expected=expected,
+            found="root with CAP_SYS_ADMIN" if system.root else "sudo -n",
+        )
+    if decision.way == "unknown":
+        return unknown(decision.why, expected=expected, fix=("sudo -n true; echo $?", line))
+    gib = math.ceil(mounted_bytes(profile.engram, _tables(profile, facts)) * need.PACK_HEADROOM / GIB)
+    inside = (f"start the container with --tmpfs {ground.folder}:size={gib}g",) if system.container else (line,)
+    other = (f"ls -la {ground.folder}", "export DS41_ENGRAM_DIR=/a/folder/of/its/own")
+    return fail(
+        decision.why,
+        expected=expected,
+        found=f"{ground.folder} on {found.fstype}",
+        fix=inside if decision.rights else other,
+        why="the tables belong in memory; on a disk every row would be read from the drive, which nobody has asked for",
     )
 
 
@@ -220,7 +291,7 @@ def _hugepage_fix(facts: HostFacts, wanted: dict[int, int], page_kib: int) -> tu
 
 def store_size(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     """The store's tmpfs holds all tables: the size the profile gives, or that of the mount that is there."""
-    tables = need.table_bytes(profile)
+    tables = _tables(profile, facts)
     if profile.engram.storage != "tmpfs" or not tables:
         return skip(f"engram.storage is {profile.engram.storage}")
     expected = f"a tmpfs of {size(tables)} or more"
@@ -232,8 +303,8 @@ def store_size(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
             found=f"{profile.engram.size_gib:g} GiB",
             fix=(f"set engram.size_gib to {math.ceil(tables * need.PACK_HEADROOM / GIB)} in profile {profile.name}",),
         )
-    found = facts.disk("store")
-    if found is not None and found.fstype == "tmpfs":
+    found, ground = facts.disk("store"), _ground(profile, facts)
+    if found is not None and found.fstype == "tmpfs" and not ground.own_mount:
         if found.total is None:
             return unknown(
                 "the size of the store's tmpfs is not known", expected=expected, fix=(f"df -h {found.path}",)
@@ -257,13 +328,16 @@ def store_size(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
                 why=f"the default of half the memory is too small below {size(2 * tables)} of memory",
             )
         return ok(f"{found.mount}, {size(found.total)}", expected=expected, found=size(found.total))
-    if planned:
-        return ok(
-            f"will be mounted with {profile.engram.size_gib:g} GiB",
-            expected=expected,
-            found=f"{profile.engram.size_gib:g} GiB",
-        )
-    return ok(f"will be mounted with room for {size(tables)}", expected=expected, found="sized by the tables")
+    if need.store_is_valid(facts):
+        return ok("the store is in place", expected=expected, found=found.fstype if found is not None else "")
+    way = decide(profile.engram, ground).way
+    if way == "mount":
+        room = f"{profile.engram.size_gib:g} GiB" if planned else f"room for {size(tables)}"
+        where = f" at {ground.folder}" if ground.chosen else ""
+        return ok(f"will be mounted{where} with {room}", expected=expected, found=room)
+    if way == "unknown" or ground.may_mount is None:
+        return unknown("whether a tmpfs may be mounted is not known", expected=expected, fix=("sudo -n true; echo $?",))
+    return skip("no tmpfs will be mounted: host.tmpfs says what is used")
 
 
 def hugepage_room(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds41ctl.core.facts import DiskFacts, HostFacts
 from ds41ctl.core.layout import RECORD_BYTES
+from ds41ctl.core.place import MEMORY_FILESYSTEMS
 from ds41ctl.core.profile import Profile
 from preflight.text import GIB, MIB
 
@@ -17,8 +18,6 @@ BUILD_BYTES = GIB  # policy: pip unpacks the engine's wheels (about 0.6 GB) in t
 PACK_ROLES = ("model", "data")  # the pack may have a folder of its own (DS41_MODEL), else it is below data
 SIZE_TOLERANCE = 0.05  # policy: seeds round to three digits, and a derived size leaves small files out
 _INSTALL_BYTES = {"engine": ENGINE_BYTES, "tmp": BUILD_BYTES}
-
-MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 def table_bytes(profile: Profile) -> int:
@@ -48,6 +47,9 @@ def host_memory(profile: Profile, facts: HostFacts) -> int:
 
     Tables bound for hugepages cost nothing here once the pool is reserved: MemAvailable leaves the pool out.
     """
+    if profile.engram.storage == "engine":  # its own copies, and no store of ours beside them
+        tables = max(0, table_bytes(profile) * max(1, profile.engram.host_copies) - free_hugepage_bytes(facts))
+        return round(profile.hardware.ram_gib_min * GIB) + tables
     tables = 0 if profile.engram.storage == "disk" else store_bytes_missing(profile, facts)
     if profile.engram.storage == "hugetlb":
         pool = sum(p.total * p.size_kib * 1024 for p in facts.memory.hugepages or () if p.node < 0)
@@ -69,6 +71,11 @@ def pack_bytes_missing(profile: Profile, facts: HostFacts) -> int | None:
         return None if pack is None else pack.bytes_missing
     stated, looked = profile.model.size_bytes, pack.bytes_there is not None or not pack.exists
     return max(0, stated - (pack.bytes_there or 0)) if stated and looked and not pack.files else None
+
+
+def free_hugepage_bytes(facts: HostFacts) -> int:
+    """Hugepages that are reserved and hold nothing: memory that is there for tables, and not in MemAvailable."""
+    return sum(max(0, p.free - p.reserved) * p.size_kib * 1024 for p in facts.memory.hugepages or () if p.node < 0)
 
 
 def disk(profile: Profile, facts: HostFacts, role: str) -> int | None:

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+OWN_SOURCE = "ds41ctl"  # how our own mounts are told from anybody else's
+
 
 @dataclass(frozen=True)
 class Mount:
@@ -63,6 +65,12 @@ def mount_of(path: Path, root: Path = Path("/")) -> Mount:
 def is_mount_point(path: Path) -> bool:
     """True when something is mounted exactly there."""
     return any(mount.point == path.resolve() for mount in mounts())
+
+
+def is_own(path: Path) -> bool:
+    """True when a filesystem of our own is mounted exactly there."""
+    mount = mount_of(path)
+    return mount.source == OWN_SOURCE and path.exists() and mount.point == path.resolve()
 
 
 def existing_parent(path: Path) -> Path:

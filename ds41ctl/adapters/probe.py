@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from ds41ctl.adapters import deep, enginevenv, host, packsize, running, store
+from ds41ctl.adapters import deep, enginevenv, host, packsize, running, storeplace
 from ds41ctl.core.facts import EngineFacts, HostFacts, RunningFacts
 from ds41ctl.core.layout import Layout
 
@@ -14,7 +15,9 @@ def probe(layout: Layout, *, level: int = 1) -> HostFacts:
 
     Level 2 also reads every byte of the pack and imports the engine, level 3 also runs work on the GPUs.
     """
-    folder = store.locate(layout)
+    found = storeplace.look(layout)
+    # a store of shards keeps its manifest elsewhere: what counts is the filesystem of its files
+    folder = Path(found.data_dir if found.format == "shards" else found.dir)
     paths = {**layout.dirs.roles(), "engine": layout.engine_dir, "store": folder, "model": layout.model_dir}
     facts = host.collect(
         layout.profile, paths=paths, host=layout.host, port=layout.port, environ=os.environ, cache_dir=layout.cache_dir
@@ -23,7 +26,7 @@ def probe(layout: Layout, *, level: int = 1) -> HostFacts:
     facts = facts.model_copy(
         update={
             "pack": packsize.inspect(layout),
-            "store": store.inspect(layout),
+            "store": found,
             "gpu_groups": dict(layout.gpu_groups),
             "api_key": layout.api_key_file is not None,
             "engine": enginevenv.inspect(layout) if layout.profile.engine.kind == "venv" else _image(layout, facts),

@@ -361,6 +361,19 @@ def _wait_gone(identities: Sequence[Identity], seconds: float, poll: float, look
     return alive
 
 
+_CAP_SYS_ADMIN = 21  # bit number, linux/capability.h
+
+
+def may_mount() -> bool:
+    """True when this process may mount: root with CAP_SYS_ADMIN (a container's root lacks it), or `sudo -n`."""
+    if os.geteuid():
+        return sudo_passwordless()
+    with contextlib.suppress(OSError):
+        found = re.search(r"^CapEff:\s*([0-9a-f]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return found is None or bool(int(found.group(1), 16) >> _CAP_SYS_ADMIN & 1)
+    return True
+
+
 def sudo_passwordless() -> bool:
     """True when `sudo -n true` works (never prompts)."""
     return run(["sudo", "-n", "true"], timeout=5).ok

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ds41ctl.adapters import containers, files
 from ds41ctl.adapters.proc import Identity
 from ds41ctl.adapters.store import boot_id
+from ds41ctl.core.growth import Growth, Levels
 from ds41ctl.core.layout import base_url
 
 
@@ -28,7 +29,10 @@ class Member(BaseModel):
 
 
 class Running(BaseModel):
-    """What was started. `marker` is an environment entry that every process of this engine carries."""
+    """What was started. `marker` is an environment entry that every process of this engine carries.
+
+    `levels`: host memory before the start, `growth`: what the start filled; of an engine that keeps its own tables.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,6 +61,8 @@ class Running(BaseModel):
     idle_vram_mib: dict[str, int] = {}
     members: tuple[Member, ...] = ()
     segments: tuple[str, ...] = ()
+    levels: Levels | None = None
+    growth: Growth | None = None
 
     @property
     def identity(self) -> Identity:

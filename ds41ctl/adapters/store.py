@@ -1,7 +1,10 @@
-"""The Engram store: every row as one 264-byte record in memory-backed files, with a manifest that proves itself.
+"""The Engram store: every row in memory-backed files, with a manifest that proves itself.
 
-A store is a folder with `manifest.json`; the records lie in the folder that the manifest names (`data_dir`), which may
-be a mount of our own below it or a hugetlbfs that the user prepared. This module looks; `storebuild` changes.
+A store is a folder with `manifest.json`; its files lie in the folder that the manifest names (`data_dir`), which may be
+a mount of our own below it or a filesystem that the user prepared. They hold one of two things (`kind`): records, each
+row's 264 bytes together, for ds41_engine; or shards, copies of the pack's Engram shards and an index of their tables,
+for an engine that reads safetensors. The manifest of shards stays in the state folder: whoever reads their folder finds
+what a pack has, and nothing else. This module looks; `storebuild` changes.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from ds41ctl.core.engram import RECORD_BYTES, SCALE_BYTES, WEIGHT_BYTES, Geometr
 from ds41ctl.core.errors import AlreadyRunningError, IntegrityError
 from ds41ctl.core.facts import StoreFacts
 from ds41ctl.core.layout import Layout
+from ds41ctl.core.profile import EngramTable
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 RECORDS = "layer-*.engram"
+ROWS = "rows"  # folder of the files inside a store folder, where our own mount goes
 BUFFERS = 4  # pieces in flight: the hash goes on while a piece waits for its pages
 READ_BYTES = 8 << 20  # of a shard at a time: long enough for the drive, short enough for the second-level cache
 REBUILD = ("ds41ctl engram drop", "ds41ctl engram build")
@@ -33,18 +38,44 @@ def record_file(layer: int, node: int | None = None) -> str:
     return f"layer-{layer:03d}.engram" if node is None else f"layer-{layer:03d}-node{node}.engram"
 
 
+def of_shards(layout: Layout) -> bool:
+    """True when the profile's store is copies of shards."""
+    return layout.profile.engram.format == "shards"
+
+
+def shard_names(layout: Layout) -> tuple[str, ...]:
+    """Names of the files of a store of shards, the index last: whoever opens it finds the others whole."""
+    if not of_shards(layout):
+        return ()
+    return (*dict.fromkeys(table.shard for table in layout.profile.model.engram), pack.INDEX)
+
+
+def file_bytes(layout: Layout, table: EngramTable) -> int:
+    """Bytes of one table in the store; of a shard that is neither pinned nor there, its rows alone."""
+    if of_shards(layout):
+        with contextlib.suppress(IntegrityError):
+            for item in pack.expected(layout):
+                if item.name == table.shard:
+                    return item.size
+        with contextlib.suppress(OSError):
+            return (layout.model_dir / table.shard).stat().st_size
+    return table.rows * RECORD_BYTES
+
+
 def needed_bytes(layout: Layout) -> int:
-    """Bytes of all records of the profile's tables."""
-    return sum(table.rows * RECORD_BYTES for table in layout.profile.model.engram)
+    """Bytes of all files of the store."""
+    return sum(file_bytes(layout, table) for table in layout.profile.model.engram)
 
 
 def own_home(layout: Layout) -> Path:
-    """Where a manifest lies whose records are in a mount of our own, or where no manifest can be written."""
+    """Where a manifest lies whose files are in a mount of our own, or where none can or should be written."""
     return layout.dirs.state / "engram" / layout.name
 
 
 def homes(layout: Layout) -> tuple[Path, ...]:
     """Folders that may hold the manifest, the preferred one first."""
+    if of_shards(layout):
+        return (own_home(layout),)
     return tuple(dict.fromkeys((*layout.store_dirs, own_home(layout))))
 
 
@@ -53,7 +84,23 @@ def locate(layout: Layout) -> Path:
     for folder in homes(layout):
         if (folder / MANIFEST).is_file():
             return folder
-    return layout.store_dirs[0]
+    return homes(layout)[0]
+
+
+def served(layout: Layout) -> Path:
+    """What an engine is told (`${engram}`): the folder with the manifest of records, that of the files of shards."""
+    folder = locate(layout)
+    if not of_shards(layout):
+        return folder
+    with contextlib.suppress(IntegrityError):
+        return data_dir(folder, manifest(folder))
+    return planned_rows(layout)
+
+
+def planned_rows(layout: Layout) -> Path:
+    """Where the files will lie, as far as it can be known before a build."""
+    mounted = layout.profile.engram.storage != "disk" and len(layout.store_dirs) > 1
+    return layout.store_dirs[0] / ROWS if mounted else layout.store_dirs[0]
 
 
 def boot_id() -> str:
@@ -69,13 +116,14 @@ def manifest(folder: Path) -> dict[str, Any]:
         raise IntegrityError(f"the Engram store's manifest cannot be read: {error}", hints=REBUILD) from None
     if tree is None:
         raise IntegrityError(f"no Engram store in {folder}", hints=("ds41ctl engram build",))
-    if not isinstance(tree, dict) or tree.get("format") != FORMAT or tree.get("record_bytes") != RECORD_BYTES:
+    row_bytes = RECORD_BYTES if not isinstance(tree, dict) or tree.get("kind", "records") == "records" else 0
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT or tree.get("record_bytes") != row_bytes:
         raise IntegrityError(f"{folder / MANIFEST} is not a store of format {FORMAT}", hints=REBUILD)
     return tree
 
 
 def data_dir(folder: Path, tree: dict[str, Any]) -> Path:
-    """Folder of the record files."""
+    """Folder of the store's files."""
     return folder / str(tree.get("data_dir", ""))
 
 
@@ -85,8 +133,13 @@ def problem(layout: Layout, folder: Path) -> str:
         tree = manifest(folder)
         if tree["tensor_parallel"] != 1:
             return f"built for tensor parallel {tree['tensor_parallel']}: one store with all rows serves every rank"
+        engram = layout.profile.engram
+        if tree.get("kind", "records") != engram.format:
+            return f"it holds {tree.get('kind', 'records')}, the profile wants {engram.format}"
         if tree["memory_backed"] and tree["boot_id"] != boot_id():
             return "built before the last reboot: its memory is gone"
+        if tree["storage"] == "disk" and engram.storage in ("tmpfs", "hugetlb"):
+            return "it lies on a disk, the profile wants it in memory"
         records = data_dir(folder, tree)
         if len(layout.store_dirs) == 1 and not records.is_relative_to(layout.store_dirs[0]):
             return f"its records are in {records}, not in {layout.store_dirs[0]}, which is chosen now"
@@ -99,11 +152,22 @@ def problem(layout: Layout, folder: Path) -> str:
             fault = _layer_problem(records, item, table.rows) or _source_problem(layout.model_dir, item, pins)
             if fault:
                 return fault
+        return _index_problem(records, tree)
     except IntegrityError as error:
         return error.message
     except (KeyError, TypeError, AttributeError, OSError) as error:
         return f"manifest is damaged: {error!r}"
-    return ""
+
+
+def _index_problem(records: Path, tree: dict[str, Any]) -> str:
+    """'' when the index of a store of shards is the one that was built (records have none)."""
+    index = tree.get("index")
+    if index is None:
+        return ""
+    path = records / index["file"]
+    if not path.is_file():
+        return f"{path.name} is missing"
+    return "" if files.file_sha256(path) == index["sha256"] else f"{path.name} differs from what was built"
 
 
 def _layer_problem(records: Path, item: dict[str, Any], rows: int) -> str:
@@ -116,7 +180,10 @@ def _layer_problem(records: Path, item: dict[str, Any], rows: int) -> str:
             return f"layer {layer} goes on at row {part['first_row']}, expected {reached}: built for another split"
         reached += part["rows"]
         path = records / part["file"]
-        if not path.is_file() or path.stat().st_size < part["rows"] * RECORD_BYTES:
+        size = path.stat().st_size if path.is_file() else -1
+        if "weight_at" in item and size != part["bytes"]:
+            return f"{part['file']} is missing or has not the {part['bytes']} bytes of the shard"
+        if size < part["bytes"]:
             return f"{part['file']} is missing or shorter than {part['rows']} records"
     if reached != rows:
         return f"layer {layer} holds rows 0 to {reached - 1} of {rows}: built for another split"
@@ -132,9 +199,15 @@ def _layer_problem(records: Path, item: dict[str, Any], rows: int) -> str:
 
 
 def read_record(records: Path, item: dict[str, Any], row: int) -> bytes:
-    """One record of a layer of the manifest, read from its file."""
+    """One record of a layer of the manifest, read from its file; of a shard, the row's weights and then its scales."""
     part = next(part for part in item["parts"] if part["first_row"] <= row < part["first_row"] + part["rows"])
     with (records / part["file"]).open("rb", buffering=0) as source:
+        if "weight_at" in item:
+            source.seek(item["weight_at"] + row * WEIGHT_BYTES)
+            weights: bytes = source.read(WEIGHT_BYTES)
+            source.seek(item["scale_at"] + row * SCALE_BYTES)
+            scales: bytes = source.read(SCALE_BYTES)
+            return weights + scales
         source.seek((row - part["first_row"]) * RECORD_BYTES)
         record: bytes = source.read(RECORD_BYTES)
     return record
@@ -167,7 +240,11 @@ def inspect(layout: Layout) -> StoreFacts:
     with contextlib.suppress(IntegrityError):
         tree = manifest(folder)
     records = data_dir(folder, tree)
-    present = sum(path.stat().st_size for path in records.glob(RECORDS)) if records.is_dir() else 0
+    if of_shards(layout) and not exists:
+        records = planned_rows(layout)
+    names = [records / table.shard for table in layout.profile.model.engram] if of_shards(layout) else None
+    there = names if names is not None else list(records.glob(RECORDS)) if records.is_dir() else []
+    present = sum(path.stat().st_size for path in there if path.is_file())
     share, nodes, notes = tree.get("huge_share"), tree.get("node_bytes"), tree.get("notes")
     return StoreFacts(
         dir=str(folder),
@@ -175,6 +252,7 @@ def inspect(layout: Layout) -> StoreFacts:
         huge_share=share if isinstance(share, float) else None,
         node_bytes=nodes if isinstance(nodes, dict) else {},
         notes=tuple(str(text) for text in notes) if isinstance(notes, list) else (),
+        format=layout.profile.engram.format,
         exists=exists,
         storage=str(tree.get("storage", layout.profile.engram.storage)),
         fstype=mounts.mount_of(records).fstype,
@@ -212,7 +290,7 @@ def compare_sample(layout: Layout, folder: Path, geometry: Geometry, per_sub_tab
 def compare_all(layout: Layout, folder: Path) -> tuple[int, str]:
     """Compare every byte with the shards, and the shards with their pins: (rows compared, '' or the first fault)."""
     compared = 0
-    loops = kernels.loops(layout.dirs.cache)
+    loops = None if of_shards(layout) else kernels.loops(layout.dirs.cache)
     tree = manifest(folder)
     records, by_layer = data_dir(folder, tree), {item["layer"]: item for item in tree["layers"]}
     for table in layout.profile.model.engram:
@@ -221,11 +299,18 @@ def compare_all(layout: Layout, folder: Path) -> tuple[int, str]:
         with contextlib.ExitStack() as stack:
             parts = [(part, stack.enter_context(mapped(records / part["file"]))) for part in item["parts"]]
             digest = hashlib.sha256()
+            at = 0
             for tensor, row, piece in shard_pieces(shard, weight, scale):
                 digest.update(piece)
+                at += len(piece)
+                width = WEIGHT_BYTES if tensor is weight else SCALE_BYTES
+                if loops is None:
+                    if parts[0][1][at - len(piece) : at] != piece:
+                        where = f"rows from {row}" if tensor is not None else f"bytes before {at}"
+                        return compared, f"layer {table.layer}, {where}: the store differs from {shard.name}"
+                    continue
                 if tensor is None:
                     continue
-                width = WEIGHT_BYTES if tensor is weight else SCALE_BYTES
                 offset = 0 if tensor is weight else WEIGHT_BYTES
                 for part, view, begin, source in _overlaps(parts, row, piece, width):
                     bad = loops.differs(view, begin * RECORD_BYTES + offset, source, width)
@@ -322,23 +407,43 @@ def file_users(folder: Path) -> dict[str, set[int]]:
     return users
 
 
-def mapping(*folders: Path) -> list[int]:
-    """Pids of processes that map a file below one of the folders."""
+def mapping(*folders: Path, opened: bool = False) -> list[int]:
+    """Pids of processes that map a file below one of the folders; `opened`: also of those that have one open."""
     prefixes = [str(folder.resolve()) + "/" for folder in folders]
     found = []
     for pid in proc.pids():
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            lines += _open_files(pid) if opened else []
             if any(prefix in line and not line.endswith(" (deleted)") for line in lines for prefix in prefixes):
                 found.append(pid)
     return found
 
 
-def refuse_mapped(*folders: Path) -> None:
-    """Raise AlreadyRunningError when a process maps a file below one of the folders."""
-    users = mapping(*folders)
+def _open_files(pid: int) -> list[str]:
+    found = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed in the meantime
+            found.append(str(link.readlink()))
+    return found
+
+
+def used_by(folder: Path) -> list[int]:
+    """Pids of processes that map a file of the store or, of shards, have one open: their rows are read by pread."""
+    tree: dict[str, Any] = {}
+    with contextlib.suppress(IntegrityError):
+        tree = manifest(folder)
+    shards = tree.get("kind") == "shards"
+    where = data_dir(folder, tree)
+    return mapping(where, opened=True) if shards else mapping(where, folder)
+
+
+def refuse_mapped(*folders: Path, opened: bool = False) -> None:
+    """Raise AlreadyRunningError when a process maps (`opened`: or has open) a file below one of the folders."""
+    users = mapping(*folders, opened=opened)
     if users:
+        how = "used" if opened else "mapped"
         raise AlreadyRunningError(
-            f"the Engram store in {folders[0]} is mapped by {', '.join(proc.describe(pid) for pid in users)}",
+            f"the Engram store in {folders[0]} is {how} by {', '.join(proc.describe(pid) for pid in users)}",
             hints=("ds41ctl stop",),
         )

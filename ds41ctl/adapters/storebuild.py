@@ -1,4 +1,4 @@
-"""Building the Engram store: the shard is read once, and on the way hashed and laid out as records."""
+"""Building the Engram store: the shard is read once, and on the way hashed and laid out as records, or copied."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ds41ctl.core.profile import EngramTable
 Progress = Callable[[str, dict[str, Any]], None]
 ALLOCATE_BYTES = 64 << 20  # pages taken at a time: rows follow soon, and a build that must stop stops soon
 PROGRESS_EVERY_S = 0.5
+SHARD_MODE = 0o644  # public bytes, and a container's user may be anybody
 HUGE_SHARE = 0.99  # of the bytes on huge pages: less is said aloud
 _MADV_COLLAPSE = 25  # Linux 6.1: gathers small pages of a tmpfs into huge ones
 
@@ -50,6 +51,7 @@ def sources(layout: Layout, geometry: Geometry) -> list[Source]:
 
     Raises IntegrityError when a shard is missing, is not whole, or its tensors have another type or shape.
     """
+    shards = store.of_shards(layout)
     nodes = storeplace.nodes_for(layout.profile.engram.storage)
     found = []
     for index, table in enumerate(layout.profile.model.engram):
@@ -66,18 +68,24 @@ def sources(layout: Layout, geometry: Geometry) -> list[Source]:
                     f"{shard.name}: {tensor.name} has {tensor.end - tensor.begin} bytes, expected {table.rows * width}"
                 )
         bounds = tuple(geometry.boundaries(index))
-        found.append(Source(table, shard, weight, scale, placement(bounds, nodes), bounds))
+        # a copy is one file, and its pages go where the kernel puts them: its name and its bytes are the pack's
+        parts = (Part(0, 0, table.rows, shard.stat().st_size),) if shards else placement(bounds, nodes)
+        found.append(Source(table, shard, weight, scale, parts, bounds))
     return found
 
 
 def build(layout: Layout, geometry: Geometry, progress: Progress) -> Path:
-    """Build the store: a place for it, every table's records, the manifest last. Returns its folder.
+    """Build the store: a place for it, every table's files, the index of shards, the manifest last. Returns its folder.
 
     Whatever an earlier build left is given back first. On any failure nothing of this one is left but what the ledger
     names. Raises IntegrityError when a shard is not the pinned one or lacks its table, NoSpaceError before the first
-    byte when memory or filesystem are too small, AlreadyRunningError while a process maps the store.
+    byte when memory or filesystem are too small, AlreadyRunningError while a process maps the store, DeniedError or
+    ConfigError before anything is touched when no place can be made.
     """
     found = sources(layout, geometry)
+    refused = storeplace.refusal(layout)
+    if refused is not None:
+        raise refused
     storeplace.release(layout)
     tables = [(source.table.layer, source.parts) for source in found]
     notes: list[str] = []
@@ -88,8 +96,8 @@ def build(layout: Layout, geometry: Geometry, progress: Progress) -> Path:
 
     place = storeplace.find(layout, tables, say)
     progress(f"{place.rows}: {place.kind}", {"dir": str(place.rows)})
-    loops = kernels.loops(layout.dirs.cache)
-    if loops.note:
+    loops = None if store.of_shards(layout) else kernels.loops(layout.dirs.cache)  # a copy lays no rows out
+    if loops is not None and loops.note:
         progress(f"rows are laid out by plain Python, several times slower: {loops.note}", {})
     try:
         meter = _Meter(sum(source.shard_bytes for source in found), progress)
@@ -98,7 +106,8 @@ def build(layout: Layout, geometry: Geometry, progress: Progress) -> Path:
             item, backing = _build_table(layout, place, source, loops, meter)
             layers.append(item)
             backings += backing
-        _publish(layout, place, layers, backings, notes, say)
+        index = _publish_index(place, found) if store.of_shards(layout) else {}
+        _publish(layout, place, layers, backings, notes, say, index)
     except BaseException:
         # what was taken is given back now when the system lets us, else by the next build or drop
         with contextlib.suppress(Exception):
@@ -129,7 +138,7 @@ class _Meter:
 
 
 def _build_table(
-    layout: Layout, place: storeplace.Place, source: Source, loops: kernels.Loops, meter: _Meter
+    layout: Layout, place: storeplace.Place, source: Source, loops: kernels.Loops | None, meter: _Meter
 ) -> tuple[dict[str, Any], list[numa.Backing]]:
     """One table's record files under their final names, and its entry of the manifest."""
     layer = source.table.layer
@@ -137,7 +146,8 @@ def _build_table(
     with contextlib.ExitStack() as stack:
         made: list[_RecordFile] = []
         for part in source.parts:
-            path = place.rows / store.record_file(layer, part.node if split else None)
+            copied = source.table.shard if part.size else ""
+            path = place.rows / (copied or store.record_file(layer, part.node if split else None))
             made.append(stack.enter_context(_record_file(path, part, place.kind, part.node if split else None)))
         digest = _fill(source, made, loops, meter)
         pin = {item.name: item for item in pack.expected(layout)}.get(source.shard.name)
@@ -155,20 +165,22 @@ def _build_table(
             "node": file.part.node,
             "first_row": file.part.first_row,
             "rows": file.part.rows,
-            "bytes": file.part.rows * RECORD_BYTES,
+            "bytes": file.part.bytes,
         }
         for file in made
     ]
     item: dict[str, Any] = {
         "layer": layer,
         "rows": source.table.rows,
-        "bytes": source.table.rows * RECORD_BYTES,
+        "bytes": sum(file.part.bytes for file in made),
         "parts": parts,
         "source_file": source.shard.name,
         "source_size": source.shard_bytes,
         "source_sha256": digest,
         "revision": pin.revision if pin is not None else "",
     }
+    if store.of_shards(layout):
+        item |= {"weight_at": source.weight.begin, "scale_at": source.scale.begin}
     return {**item, "canaries": _canaries(place.rows, item, source.boundaries)}, backings
 
 
@@ -200,9 +212,11 @@ def _record_file(path: Path, part: Part, kind: storeplace.Kind, node: int | None
     A page that is not there when it is touched would be a SIGBUS; here it is an error with words.
     """
     target = _part_name(path)
-    size = storeplace.padded(part, kind.page_bytes)
+    size = part.size or storeplace.padded(part, kind.page_bytes)  # a copy has the bytes of its shard, no more
     try:
         handle = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if part.size:
+            os.fchmod(handle, SHARD_MODE)
     except OSError as error:
         raise files.os_error(error, f"making {target}") from error
     try:
@@ -239,17 +253,25 @@ def _taking(path: Path, size: int, kind: storeplace.Kind, node: int | None) -> I
         raise files.os_error(error, f"allocating {path}{where}") from error
 
 
-def _fill(source: Source, record_files: list[_RecordFile], loops: kernels.Loops, meter: _Meter) -> str:
-    """Read the shard once, lay its rows out, and return the sha256 of all its bytes.
+def _fill(source: Source, record_files: list[_RecordFile], loops: kernels.Loops | None, meter: _Meter) -> str:
+    """Read the shard once, lay its rows out or copy it, and return the sha256 of all its bytes.
 
     Hashing and taking pages, the slowest parts, run in threads of their own while this one reads and places the rows.
     """
     digest = hashlib.sha256()
     hashing: deque[Future[None]] = deque()
+    copy = record_files[0] if source.parts[0].size else None
+    at_byte = 0
     with ThreadPoolExecutor(1, "sha256") as hasher:
         for tensor, row, piece in store.shard_pieces(source.shard, source.weight, source.scale):
             hashing.append(hasher.submit(digest.update, piece))
-            if tensor is not None:
+            if copy is not None:
+                if at_byte + len(piece) > len(copy.view):
+                    raise IntegrityError(f"{source.shard.name} grew while it was read")
+                copy.need(at_byte + len(piece))
+                copy.view[at_byte : at_byte + len(piece)] = piece
+                at_byte += len(piece)
+            elif tensor is not None and loops is not None:
                 width = WEIGHT_BYTES if tensor is source.weight else SCALE_BYTES
                 offset = 0 if tensor is source.weight else WEIGHT_BYTES
                 for file in record_files:
@@ -301,6 +323,22 @@ def _canaries(rows: Path, item: dict[str, Any], boundaries: tuple[tuple[int, int
     return found
 
 
+def _publish_index(place: storeplace.Place, found: list[Source]) -> dict[str, Any]:
+    """The index of a store of shards: its tables, by the names that the pack gives them, and no other tensor.
+
+    Written when every copy is whole: who finds a table here finds its bytes.
+    """
+    tensors = [(tensor, source.table.shard) for source in found for tensor in (source.weight, source.scale)]
+    tree = {
+        "metadata": {"total_size": sum(tensor.end - tensor.begin for tensor, _ in tensors)},
+        "weight_map": {tensor.name: shard for tensor, shard in tensors},
+    }
+    path = place.rows / pack.INDEX
+    digest = files.publish_json(path, tree, mode=SHARD_MODE)
+    path.chmod(SHARD_MODE)  # whatever the umask
+    return {"index": {"file": pack.INDEX, "sha256": digest}}
+
+
 def _publish(
     layout: Layout,
     place: storeplace.Place,
@@ -308,6 +346,7 @@ def _publish(
     backings: list[numa.Backing],
     notes: list[str],
     say: Callable[[str], None],
+    index: dict[str, Any],
 ) -> None:
     total = sum(item.bytes for item in backings)
     share = sum(item.huge_bytes for item in backings) / total if total else 0.0
@@ -328,8 +367,10 @@ def _publish(
     files.publish_json(
         place.home / store.MANIFEST,
         {
+            **index,
             "format": store.FORMAT,
-            "record_bytes": RECORD_BYTES,
+            "kind": layout.profile.engram.format,
+            "record_bytes": 0 if index else RECORD_BYTES,  # 0: a reader of records refuses it
             "storage": kind.storage,
             "page_kind": page_kind,
             "page_bytes": kind.page_bytes,

@@ -1,4 +1,4 @@
-"""Where a store's records go: mounts of our own, reserved hugepages, and the ledger that remembers both.
+"""Where a store's files go: mounts of our own, reserved hugepages, and the ledger that remembers both.
 
 The ledger is written before anything is mounted or reserved, so that `drop` finds whatever a killed build left.
 """
@@ -9,17 +9,20 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
 from ds41ctl.adapters import files, host, hugepages, mounts, numa, proc, store
-from ds41ctl.core.engram import RECORD_BYTES, Part, pages
+from ds41ctl.core.engram import Part, pages
 from ds41ctl.core.engram import node_pages as core_node_pages
-from ds41ctl.core.errors import DeniedError, Ds41Error, NoSpaceError, UnsupportedError
+from ds41ctl.core.errors import ConfigError, DeniedError, Ds41Error, NoSpaceError, UnsupportedError
+from ds41ctl.core.facts import StoreFacts
 from ds41ctl.core.layout import Layout
+from ds41ctl.core.place import MEMORY_FILESYSTEMS, Decision, Ground, decide, mount_line, mounted_bytes
 
-MOUNT_SOURCE = "ds41ctl"  # how our own mounts are told from anybody else's
-ROWS = "rows"  # folder of the records inside a store folder, where our own mount goes
+MOUNT_SOURCE = mounts.OWN_SOURCE
+ROWS = store.ROWS
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PAGE_BYTES = {"4K": 4 * KIB, "2M": 2 * MIB, "1G": GIB}
 Tables = Sequence[tuple[int, Sequence[Part]]]
@@ -27,7 +30,7 @@ Tables = Sequence[tuple[int, Sequence[Part]]]
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to keep the records; `mount`: on a filesystem of our own."""
+    """One way to keep the files; `mount`: on a filesystem of our own."""
 
     storage: Literal["tmpfs", "hugetlb", "disk"]
     page: Literal["4K", "2M", "1G"]
@@ -45,7 +48,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Place:
-    """A place that is ready: the manifest goes to `home`, the records to `rows`."""
+    """A place that is ready: the manifest goes to `home`, the files to `rows`."""
 
     home: Path
     rows: Path
@@ -54,11 +57,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What builds have taken from the system and not given back: mount points and hugepages; and where files are."""
+    """What builds have taken from the system and not given back: mount points and hugepages; and where files are.
+
+    `files`: those whose name alone does not say that they are ours (shards). `made`: folders that a mount needed,
+    outermost first.
+    """
 
     mounts: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     reservations: tuple[hugepages.Reservation, ...] = field(default=())
+    files: tuple[str, ...] = ()
+    made: tuple[str, ...] = ()
 
 
 def ledger_path(layout: Layout) -> Path:
@@ -77,6 +86,8 @@ def read_ledger(layout: Layout) -> Ledger:
             tuple(str(point) for point in tree["mounts"]),
             tuple(str(folder) for folder in tree["folders"]),
             tuple(hugepages.Reservation(**item) for item in tree["reservations"]),
+            tuple(str(path) for path in tree.get("files", ())),
+            tuple(str(folder) for folder in tree.get("made", ())),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Ds41Error(
@@ -108,14 +119,15 @@ def kinds(layout: Layout) -> tuple[Kind, ...]:
     if engram.page != "4K":
         found.append(Kind("tmpfs", "2M", True))
     found.append(Kind("tmpfs", "4K", True))
-    if len(layout.store_dirs) < 2:  # no rights to mount: a folder that is there
-        return tuple(Kind(kind.storage, kind.page, False) for kind in found if kind.storage == "tmpfs")
-    return (*found, Kind("tmpfs", "2M" if engram.page != "4K" else "4K", False))
+    if layout.own_store_dir:  # nowhere else
+        return tuple(found)
+    shared = Kind("tmpfs", "2M" if engram.page != "4K" else "4K", False)
+    return (*found, shared) if len(layout.store_dirs) > 1 else (shared,)  # one: no rights to mount
 
 
 def padded(part: Part, page_bytes: int) -> int:
     """Bytes of a part's file: whole pages, so that the last one can be a huge page too."""
-    return pages(part.rows * RECORD_BYTES, page_bytes) * page_bytes
+    return pages(part.bytes, page_bytes) * page_bytes
 
 
 def total_bytes(tables: Tables, page_bytes: int) -> int:
@@ -128,9 +140,14 @@ def node_pages(tables: Tables, page_bytes: int) -> dict[int, int]:
     return core_node_pages((parts for _, parts in tables), page_bytes)
 
 
-def mount_options(kind: Kind, size: int, uid: int) -> tuple[str, ...]:
+def folder_mode(layout: Layout) -> int:
+    """Mode of the folder of the files. Shards are public bytes, and a container's user may be anybody."""
+    return 0o755 if store.of_shards(layout) else 0o700
+
+
+def mount_options(kind: Kind, size: int, uid: int, mode: int = 0o700) -> tuple[str, ...]:
     """Mount options to try, best first. tmpfs: no swapping where the kernel can do without."""
-    owner = f"mode=0700,uid={uid}"
+    owner = f"mode={mode:04o},uid={uid}"
     if kind.storage == "hugetlb":
         return (f"pagesize={kind.page},size={size},{owner}",)
     huge = "always" if kind.page != "4K" else "never"
@@ -151,32 +168,99 @@ def sudo(root: bool) -> list[str]:
 
 def mount_size(layout: Layout, kind: Kind, tables: Tables) -> int:
     """Bytes of our own filesystem: the files, and for tmpfs 2 MiB for its own entries."""
-    if layout.profile.engram.size_gib and kind.storage == "tmpfs":
-        return int(layout.profile.engram.size_gib * GIB)
-    return total_bytes(tables, kind.page_bytes) + (2 * MIB if kind.storage == "tmpfs" else 0)
+    size = total_bytes(tables, kind.page_bytes) + (2 * MIB if kind.storage == "tmpfs" else 0)
+    return mounted_bytes(layout.profile.engram, size) if kind.storage == "tmpfs" else size
 
 
 def whole_tables(layout: Layout) -> Tables:
     """The profile's tables unsplit: for sums where NUMA nodes do not matter."""
-    return [(table.layer, (Part(0, 0, table.rows),)) for table in layout.profile.model.engram]
+    shards = store.of_shards(layout)
+    return [
+        (table.layer, (Part(0, 0, table.rows, store.file_bytes(layout, table) if shards else 0),))
+        for table in layout.profile.model.engram
+    ]
+
+
+def survey(layout: Layout) -> Ground:
+    """What the place of this profile's store depends on, as it is now. Touches nothing."""
+    folder = layout.store_dirs[0]
+    own = mounts.is_own(folder)
+    fstype = mounts.mount_of(folder).fstype
+    if not layout.own_store_dir:
+        return Ground(str(folder), False, fstype, own, len(layout.store_dirs) > 1)
+    may_mount = proc.may_mount() if own or fstype not in MEMORY_FILESYSTEMS else None  # else it is not asked for
+    return Ground(str(folder), True, fstype, own, may_mount, "" if own else _foreign(layout, folder))
+
+
+def _foreign(layout: Layout, folder: Path) -> str:
+    """What lies in a folder and is neither in the ledger nor, by its name, a store's; '' when nothing does."""
+    known = {Path(name).name for name in read_ledger(layout).files if Path(name).parent == folder} | {store.MANIFEST}
+    known |= {name + files.PART_SUFFIX for name in known}
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError:
+        return ""
+    left = [name for name in names if name not in known and not fnmatch(name, store.RECORDS + "*")]
+    return left[0] + (f" and {len(left) - 1} more" if left[1:] else "") if left else ""
+
+
+def look(layout: Layout) -> StoreFacts:
+    """Facts about the store as it lies there, and what the place of a new one depends on."""
+    ground = survey(layout)
+    told = {"chosen": ground.chosen, "own_mount": ground.own_mount, "foreign": ground.foreign}
+    return store.inspect(layout).model_copy(update=told)
 
 
 def planned_commands(layout: Layout) -> tuple[tuple[str, ...], ...]:
     """The first mount that a build would try, for the plan; touches nothing."""
     first = kinds(layout)[0]
-    if not first.mount:
+    if decide(layout.profile.engram, survey(layout)).way != "mount":
         return ()
-    options = mount_options(first, mount_size(layout, first, whole_tables(layout)), layout.dirs.uid)[0]
-    return (tuple(mount_argv(first, options, layout.store_dirs[0] / ROWS, root=layout.dirs.uid == 0)),)
+    options = mount_options(
+        first, mount_size(layout, first, whole_tables(layout)), layout.dirs.uid, folder_mode(layout)
+    )[0]
+    folder, root = _mount_point(layout), layout.dirs.uid == 0
+    made = [(*sudo(root), "mkdir", "-p", str(folder))] if layout.own_store_dir and not folder.is_dir() else []
+    return (*made, tuple(mount_argv(first, options, folder, root=root)))
+
+
+def refusal(layout: Layout) -> Ds41Error | None:
+    """Why no place can be made for the store, with the line that helps; None when one can."""
+    decision = decide(layout.profile.engram, survey(layout))
+    return _refused(layout, decision) if decision.way == "refused" else None
+
+
+def _refused(layout: Layout, decision: Decision) -> Ds41Error:
+    if decision.rights:
+        return DeniedError(decision.why, hints=(_mount_hint(layout),))
+    return ConfigError(
+        decision.why,
+        hints=(f"ls -la {layout.store_dirs[0]}", "export DS41_ENGRAM_DIR=/a/folder/of/its/own"),
+    )
+
+
+def _mount_hint(layout: Layout) -> str:
+    """The one line that prepares the chosen folder."""
+    kind = kinds(layout)[0]
+    size = total_bytes(whole_tables(layout), kind.page_bytes) + 2 * MIB
+    return mount_line(layout.profile.engram, str(layout.store_dirs[0]), size, layout.dirs.uid)
+
+
+def _mount_point(layout: Layout) -> Path:
+    """Where a filesystem of our own goes: at the chosen folder itself, else below the store's own."""
+    return layout.store_dirs[0] if layout.own_store_dir else layout.store_dirs[0] / ROWS
 
 
 def find(layout: Layout, tables: Tables, say: Callable[[str], None]) -> Place:
-    """Make a place for the records, in the stated order, saying why a better one is not used.
+    """Make a place for the files, in the stated order, saying why a better one is not used.
 
     Raises NoSpaceError when memory, cgroup or filesystem are too small for the tables, DeniedError when nothing may be
-    written.
+    written or mounted, ConfigError when the chosen folder is not to be used. Memory storage never goes to a disk.
     """
-    if len(layout.store_dirs) == 1:
+    decision = decide(layout.profile.engram, survey(layout))
+    if decision.way == "refused":
+        raise _refused(layout, decision)
+    if decision.way in ("disk", "there"):
         return _prepared(layout, tables)
     tried = kinds(layout)
     for number, kind in enumerate(tried):
@@ -215,14 +299,11 @@ def _refuse_small_memory(kind: Kind, tables: Tables) -> None:
 
 def _mounted(layout: Layout, kind: Kind, tables: Tables) -> Place:
     """Mount (and reserve) a filesystem of our own."""
+    rows = _mount_point(layout)
     home = layout.store_dirs[0]
-    rows = home / ROWS
+    if store.of_shards(layout) or (layout.own_store_dir and kind.storage == "hugetlb"):
+        home = store.own_home(layout)  # see store; and hugetlbfs has no write(2)
     is_root = os.getuid() == 0
-    for folder in (home, rows):
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise files.os_error(error, f"making {folder}") from error
     wanted = []
     if kind.storage == "hugetlb":
         for node, count in node_pages(tables, kind.page_bytes).items():
@@ -231,57 +312,107 @@ def _mounted(layout: Layout, kind: Kind, tables: Tables) -> Place:
             reservation = hugepages.plan(node, kind.page_bytes // KIB, count)
             if reservation is not None:
                 wanted.append(reservation)
-    ledger = Ledger(mounts=(str(rows),), folders=(str(rows),), reservations=tuple(wanted))
+    ledger = Ledger(
+        mounts=(str(rows),),
+        folders=(str(rows),),
+        reservations=tuple(wanted),
+        files=_shard_files(layout, rows),
+        made=tuple(str(folder) for folder in _missing(rows)) if layout.own_store_dir else (),
+    )
     write_ledger(layout, ledger)
+    _make(home, 0o700)
+    if layout.own_store_dir:
+        _make_anywhere(layout, rows)
+    else:
+        _make(rows, 0o700)
     for number, reservation in enumerate(wanted):
         hugepages.reserve(reservation)
         wanted[number] = replace(reservation, granted=True)
         ledger = replace(ledger, reservations=tuple(wanted))
         write_ledger(layout, ledger)
     reason = ""
-    for options in mount_options(kind, mount_size(layout, kind, tables), layout.dirs.uid):
+    for options in mount_options(kind, mount_size(layout, kind, tables), layout.dirs.uid, folder_mode(layout)):
         done = proc.run(mount_argv(kind, options, rows, root=is_root), timeout=30)
         if done.ok:
             return Place(home, rows, kind)
         reason = (done.stderr.strip().splitlines() or ["mount failed"])[0]
-    raise DeniedError(f"mounting {rows}: {reason}")
+    raise DeniedError(f"mounting {rows}: {reason}", hints=(_mount_hint(layout),) if layout.own_store_dir else ())
+
+
+def _shard_files(layout: Layout, rows: Path) -> tuple[str, ...]:
+    return tuple(str(rows / name) for name in store.shard_names(layout))
+
+
+def _missing(folder: Path) -> list[Path]:
+    """The folder and its parents that are not there, outermost first."""
+    there = mounts.existing_parent(folder)
+    return [path for path in reversed((folder, *folder.parents)) if path != there and path.is_relative_to(there)]
+
+
+def _make(folder: Path, mode: int) -> None:
+    try:
+        folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise files.os_error(error, f"making {folder}") from error
+
+
+def _make_anywhere(layout: Layout, folder: Path) -> None:
+    """A mount point, with root's help where this user may not write."""
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except PermissionError:
+        done = proc.run([*sudo(False), "mkdir", "-p", str(folder)], timeout=30)
+        if not done.ok:
+            raise DeniedError(f"making {folder} needs root", hints=(_mount_hint(layout),)) from None
+    except OSError as error:
+        raise files.os_error(error, f"making {folder}") from error
 
 
 def _shared_memory(layout: Layout, kind: Kind, tables: Tables) -> Place:
     """A folder of this user in the tmpfs that everybody may write."""
     folder = layout.store_dirs[-1]
-    _own_folder(folder)
+    _own_folder(folder, folder_mode(layout))
     refuse_small_filesystem(folder, total_bytes(tables, PAGE_BYTES["4K"]))
-    write_ledger(layout, Ledger(folders=(str(folder),)))
-    return Place(folder, folder, kind)
+    write_ledger(layout, Ledger(folders=(str(folder),), files=_shard_files(layout, folder)))
+    return Place(_home(layout, folder), folder, kind)
+
+
+def _home(layout: Layout, folder: Path) -> Path:
+    """Folder of the manifest of a store whose files lie in `folder`, which is no mount of ours."""
+    if not store.of_shards(layout):
+        return folder
+    home = store.own_home(layout)
+    _make(home, 0o700)
+    return home
 
 
 def _prepared(layout: Layout, tables: Tables) -> Place:
-    """The folder the user chose, on whatever filesystem it is."""
+    """A folder on a memory filesystem that is there, or on a disk when the profile says so."""
     folder = layout.store_dirs[0]
-    _own_folder(folder)
+    _own_folder(folder, folder_mode(layout))
     mount = mounts.mount_of(folder)
+    home = _home(layout, folder)
     if mount.fstype == "hugetlbfs":
         size = mounts.page_bytes(folder)
         if size not in (PAGE_BYTES["2M"], PAGE_BYTES["1G"]):
             raise UnsupportedError(f"{folder} has pages of {size} bytes; expected a hugetlbfs with 2M or 1G pages")
         kind = Kind("hugetlb", "1G" if size == PAGE_BYTES["1G"] else "2M", False)
         home = store.own_home(layout)
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make(home, 0o700)
     elif mount.memory_backed:
-        kind, home = Kind("tmpfs", "4K" if layout.profile.engram.page == "4K" else "2M", False), folder
+        kind = Kind("tmpfs", "4K" if layout.profile.engram.page == "4K" else "2M", False)
         _refuse_small_memory(kind, tables)
     else:
-        kind, home = Kind("disk", "4K", False), folder
+        kind = Kind("disk", "4K", False)
     refuse_small_filesystem(folder, total_bytes(tables, kind.page_bytes if kind.storage == "hugetlb" else 1))
-    write_ledger(layout, Ledger(folders=(str(folder),)))
+    write_ledger(layout, Ledger(folders=(str(folder),), files=_shard_files(layout, folder)))
     return Place(home, folder, kind)
 
 
-def _own_folder(folder: Path) -> None:
+def _own_folder(folder: Path, mode: int) -> None:
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.parent.mkdir(mode=mode, parents=True, exist_ok=True)
+        folder.mkdir(mode=mode, exist_ok=True)
         owner = folder.stat().st_uid
     except OSError as error:
         raise files.os_error(error, f"making {folder}") from error
@@ -300,26 +431,33 @@ def refuse_small_filesystem(folder: Path, need: int) -> None:
 
 
 def release(layout: Layout) -> list[str]:
-    """Remove every record file, unmount our mount, give hugepages back; returns what was removed.
+    """Remove every file of the store, unmount our mount, give hugepages back; returns what was removed.
 
-    Raises AlreadyRunningError while a process maps a record, DeniedError when the system refuses; what is left stays in
-    the ledger.
+    Raises AlreadyRunningError while a process maps a file of it (of shards: or has one open), DeniedError when the
+    system refuses; what is left stays in the ledger.
     """
     ledger = read_ledger(layout)
-    candidates = [*store.homes(layout), *(home / ROWS for home in store.homes(layout))]
+    homes = tuple(dict.fromkeys((*layout.store_dirs, store.own_home(layout))))  # of either kind: the profile may change
+    candidates = [*homes, *(home / ROWS for home in homes)]
     folders = tuple(dict.fromkeys((*candidates, *(Path(name) for name in (*ledger.folders, *ledger.mounts)))))
-    store.refuse_mapped(*folders)
+    shards = list(ledger.files)
+    if not layout.own_store_dir:  # folders of our own: what is in them is ours without a ledger, too
+        shards += [str(folder / name) for folder in candidates for name in store.shard_names(layout)]
+    store.refuse_mapped(*folders, opened=bool(shards))
     removed: list[str] = []
-    for home in store.homes(layout):  # first the manifest: without it there is no store, whatever happens next
+    for home in homes:  # first the manifest: without it there is no store, whatever happens next
         _unlink(home / store.MANIFEST, removed)
         for left in home.glob(store.MANIFEST + files.PART_SUFFIX):
             _unlink(left, removed)
+    for name in dict.fromkeys(reversed(shards)):  # the index first: without it no engine takes the rest for tables
+        _unlink(Path(name), removed)
+        _unlink(Path(name + files.PART_SUFFIX), removed)
     for folder in folders:
         if folder.is_dir():
             for path in (*folder.glob(store.RECORDS), *folder.glob(store.RECORDS + files.PART_SUFFIX)):
                 _unlink(path, removed)
     for folder in folders:
-        while ours(folder):
+        while mounts.is_own(folder):
             done = proc.run([*sudo(os.getuid() == 0), "umount", str(folder)], timeout=30)
             if not done.ok:
                 raise DeniedError(f"umount {folder}: {done.stderr.strip()}", hints=(f"sudo umount {folder}",))
@@ -328,8 +466,10 @@ def release(layout: Layout) -> list[str]:
         given = hugepages.give_back(reserved)
         if given:
             removed.append(f"{given} hugepages of {reserved.page_kib} KiB on node {reserved.node}")
+    for name in reversed(ledger.made):
+        _remove_folder(Path(name))
     write_ledger(layout, Ledger())
-    made = [home for home in store.homes(layout) if len(layout.store_dirs) > 1 or home == store.own_home(layout)]
+    made = [home for home in homes if not layout.own_store_dir or home == store.own_home(layout)]
     for folder in (*(home / ROWS for home in made), *made):  # a folder that the user prepared stays
         if folder.is_dir() and not any(folder.iterdir()) and not mounts.is_mount_point(folder):
             folder.rmdir()
@@ -346,10 +486,14 @@ def _unlink(path: Path, removed: list[str]) -> None:
     removed.append(str(path))
 
 
-def ours(folder: Path) -> bool:
-    """True when a filesystem of our own is mounted exactly there."""
-    mount = mounts.mount_of(folder)
-    return mount.source == MOUNT_SOURCE and folder.exists() and mount.point == folder.resolve()
+def _remove_folder(folder: Path) -> None:
+    """Take away a folder that a mount needed, when nothing is in it."""
+    try:
+        folder.rmdir()
+    except PermissionError:
+        proc.run([*sudo(False), "rmdir", str(folder)], timeout=30)
+    except OSError:  # gone, or somebody has put something there
+        return
 
 
 def leftovers(layout: Layout) -> dict[str, Any]:
@@ -357,9 +501,10 @@ def leftovers(layout: Layout) -> dict[str, Any]:
     ledger = read_ledger(layout)
     folders = [Path(name) for name in dict.fromkeys((*ledger.folders, *ledger.mounts))]
     return {
-        "mounts": [str(folder) for folder in folders if ours(folder)],
+        "mounts": [str(folder) for folder in folders if mounts.is_own(folder)],
         "hugepages": [asdict(item) for item in ledger.reservations],
-        "files": sum(1 for folder in folders if folder.is_dir() for _ in folder.glob(store.RECORDS + "*")),
+        "files": sum(1 for folder in folders if folder.is_dir() for _ in folder.glob(store.RECORDS + "*"))
+        + sum(Path(name + suffix).is_file() for name in ledger.files for suffix in ("", files.PART_SUFFIX)),
     }
 
 

@@ -10,19 +10,30 @@ from ds41ctl import cli
 from ds41ctl.cli import options, runs
 from ds41ctl.cli.app import group
 from ds41ctl.cli.session import open_session
-from ds41ctl.core.errors import IntegrityError, NotFoundError
+from ds41ctl.core.errors import ConfigError, IntegrityError, NotFoundError
 from ds41ctl.core.exits import Exit
 
 app = group("Build, show, verify or drop the Engram store.")
 
 
 @app.command()
-def build(profile: options.ProfileOpt = None, json: options.JsonOpt = False) -> None:
+def build(
+    profile: options.ProfileOpt = None, dry_run: options.DryRunOpt = False, json: options.JsonOpt = False
+) -> None:
     """Put every table into memory, rows checked against the shards, unless a proven store is there."""
     from ds41ctl.adapters import store
+    from ds41ctl.cli.planning import plan_of_build, print_plan
     from ds41ctl.steps.engram import EngramBuild
 
     session = open_session(profile)
+    if not session.profile.engram.own_store:
+        raise ConfigError(
+            f"{session.profile.name} has no store to build: engram.storage is {session.profile.engram.storage}",
+            hints=(f"ds41ctl serve --profile {session.profile.name}",),
+        )
+    if dry_run:
+        print_plan(plan_of_build(session))
+        return
     with runs.run(session, "engram build") as runner:
         runner.step(EngramBuild(session.layout))
     cli.out.data({"dir": str(store.locate(session.layout))})
@@ -38,7 +49,7 @@ def status(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
 
     session = open_session(profile)
     facts = store.inspect(session.layout)
-    users = store.mapped_by(Path(facts.dir)) if facts.exists else []
+    users = store.used_by(Path(facts.dir)) if facts.exists else []
     left = storeplace.leftovers(session.layout)
     record = running.read(session.layout.record_path)
     gathered = counters(Path(record.log)) if record is not None and record.alive() else []
@@ -53,7 +64,8 @@ def status(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
             cli.out.line("left by a build that did not end: " + ", ".join([*taken, f"{left['files']} files"]))
             cli.out.hint("ds41ctl engram drop")
         raise NotFoundError(
-            f"no Engram store of {session.profile.name} in {facts.dir}", hints=("ds41ctl engram build",)
+            f"no Engram store of {session.profile.name} in {facts.data_dir or facts.dir}",
+            hints=("ds41ctl engram build",),
         )
     mark = "FAIL" if facts.problem else "OK"
     cli.out.line(
@@ -61,7 +73,7 @@ def status(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
         mark=mark,
     )
     if facts.data_dir != facts.dir:
-        cli.out.line(f"  records in {facts.data_dir}")
+        cli.out.line(f"  {facts.format} in {facts.data_dir}")
     if facts.node_bytes:
         balance = ", ".join(f"node {node} {size / 2**20:.1f} MiB" for node, size in facts.node_bytes.items())
         cli.out.line(f"  memory on {balance}")
@@ -70,7 +82,7 @@ def status(profile: options.ProfileOpt = None, json: options.JsonOpt = False) ->
     for text in gathered:
         cli.out.line(f"  gathered: {text}")
     for pid in users:
-        cli.out.line(f"  mapped by {proc.describe(pid)}")
+        cli.out.line(f"  {'mapped' if facts.format == 'records' else 'used'} by {proc.describe(pid)}")
     if facts.problem:
         cli.out.line(f"  {facts.problem}")
         cli.out.hint("ds41ctl engram build")

@@ -56,6 +56,7 @@ def look(session: Session, target: str | None) -> Live:
     from ds41ctl.adapters import enginevenv, running, store
     from ds41ctl.adapters.http import is_loopback
     from ds41ctl.cli.status import drift
+    from ds41ctl.steps.proof import reads_records
 
     layout = session.layout
     url = target or layout.url
@@ -65,14 +66,14 @@ def look(session: Session, target: str | None) -> Live:
     found: tuple[str, ...] = ("the engine was not started by this ds41ctl: its pin is not known",)
     if record is not None:
         found = tuple(drift(session, record))
-    own_store = record is not None and session.profile.engram.own_store
     return Live(
         url=url,
         record=record,
         profile_digest=session.profile.digest(),
         engine_digest=enginevenv.manifest_digest(layout.engine_dir) if record is not None else "",
         facts_digest=machine_digest(session),
-        store_dir=store.locate(layout) if own_store else None,
+        # who reads shards need not map them: nothing can be looked for while a load runs
+        store_dir=store.locate(layout) if record is not None and reads_records(layout) else None,
         drift=found,
         # a key of this machine is not sent to another one
         key=_key(session, record) if record is not None or is_loopback(url) else None,

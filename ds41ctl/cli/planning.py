@@ -30,7 +30,7 @@ def serve_step(session: Session) -> PlannedStep:
 
 def up_plan(session: Session) -> Plan:
     """Plan of `up`."""
-    from ds41ctl.adapters import pack, packsize, store, storeplace
+    from ds41ctl.adapters import pack, packsize
 
     layout, profile = session.layout, session.profile
     sizes = packsize.sources(layout)
@@ -57,17 +57,35 @@ def up_plan(session: Session) -> Plan:
         ),
     ]
     if profile.engram.own_store:
-        steps.append(
-            PlannedStep(
-                step="engram",
-                what=f"put {len(profile.model.engram)} tables into {profile.engram.storage}, rows checked",
-                writes=tuple(str(path) for path in layout.store_dirs[:1]),
-                bytes=store.needed_bytes(layout),
-                commands=storeplace.planned_commands(layout),
-            )
-        )
+        steps.append(_engram(session))
     steps += [*_start(session), PlannedStep(step="smoke", what="ask the engine (ds41ctl smoke --list)")]
     return serve_plan(layout, planned_launch(session), "up", tuple(steps))
+
+
+def _engram(session: Session) -> PlannedStep:
+    """The build of the store, with the mount it would make; or what keeps it from being made."""
+    from ds41ctl.adapters import store, storeplace
+
+    layout, engram = session.layout, session.profile.engram
+    refused = storeplace.refusal(layout)
+    what = f"put {len(session.profile.model.engram)} tables into {engram.storage} as {engram.format}, rows checked"
+    if refused is not None:
+        what = f"cannot be built: {refused.message}; first: {refused.hints[0]}"
+    return PlannedStep(
+        step="engram",
+        what=what,
+        writes=(str(store.served(layout)),) if refused is None else (),
+        bytes=store.needed_bytes(layout),
+        commands=storeplace.planned_commands(layout),
+    )
+
+
+def plan_of_build(session: Session) -> Plan:
+    """Plan of `engram build`."""
+    profile = session.profile
+    return Plan(
+        command="engram build", profile=profile.name, profile_digest=profile.digest(), steps=(_engram(session),)
+    )
 
 
 def _graft(session: Session) -> list[PlannedStep]:
@@ -82,8 +100,13 @@ def _graft(session: Session) -> list[PlannedStep]:
 
 def plan_of_serve(session: Session) -> Plan:
     """Plan of `serve`."""
-    steps = (PlannedStep(step="preflight", what="check this machine for a start"), *_start(session))
-    return serve_plan(session.layout, planned_launch(session), "serve", steps)
+    from ds41ctl.adapters import store
+
+    checks = PlannedStep(step="preflight", what="check this machine for a start")
+    missing = session.profile.engram.own_store and not store.inspect(session.layout).exists
+    built = [_engram(session)] if missing else []  # not by serve: it asks for `engram build`, whose mount this shows
+    built = [step.model_copy(update={"what": f"not built yet (ds41ctl engram build): {step.what}"}) for step in built]
+    return serve_plan(session.layout, planned_launch(session), "serve", (checks, *built, *_start(session)))
 
 
 def _start(session: Session) -> list[PlannedStep]:
@@ -108,7 +131,7 @@ def planned_launch(session: Session) -> Launch:
     from ds41ctl.core.launch import launch
 
     layout = session.layout
-    return launch(layout, machine.look(layout, os.environ), str(store.locate(layout)))
+    return launch(layout, machine.look(layout, os.environ), str(store.served(layout)))
 
 
 def print_plan(plan: Plan) -> None:

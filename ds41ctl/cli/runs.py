@@ -91,7 +91,8 @@ class Preflight:
 # what a failed check means for the exit code of a command that needed it to pass
 _CODES = {
     "host.ram": Exit.NO_SPACE,
-    "host.tmpfs": Exit.NO_SPACE,
+    "host.tmpfs": Exit.PERMISSION,
+    "host.tmpfs-size": Exit.NO_SPACE,
     "host.hugepages": Exit.NO_SPACE,
     "disk": Exit.NO_SPACE,
     "pack": Exit.INTEGRITY,

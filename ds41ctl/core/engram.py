@@ -94,11 +94,20 @@ def geometry(config: dict[str, Any]) -> Geometry:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows `first_row` to `first_row + rows - 1` of a table, kept in one file on NUMA node `node`."""
+    """Rows `first_row` to `first_row + rows - 1` of a table, kept in one file on NUMA node `node`.
+
+    `size`: bytes of that file when it is a copy of the whole shard; 0 for records, whose size the rows give.
+    """
 
     node: int
     first_row: int
     rows: int
+    size: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the file holds."""
+        return self.size or self.rows * RECORD_BYTES
 
 
 def placement(boundaries: Sequence[tuple[int, int]], nodes: Sequence[int]) -> tuple[Part, ...]:
@@ -124,7 +133,7 @@ def node_pages(tables: Iterable[Sequence[Part]], page_bytes: int) -> dict[int, i
     wanted: dict[int, int] = {}
     for parts in tables:
         for part in parts:
-            wanted[part.node] = wanted.get(part.node, 0) + pages(part.rows * RECORD_BYTES, page_bytes)
+            wanted[part.node] = wanted.get(part.node, 0) + pages(part.bytes, page_bytes)
     return wanted
 
 

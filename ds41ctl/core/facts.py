@@ -331,6 +331,10 @@ class StoreFacts(_Facts):
     huge_share: float | None = None
     node_bytes: dict[int, int] = Field(default_factory=dict)
     notes: tuple[str, ...] = Field((), description="why the build did not get a better place, in its own words")
+    format: str = "records"
+    chosen: bool = Field(False, description="the user or the profile names the folder: no other one is taken")
+    own_mount: bool = Field(False, description="what is mounted there is ours: a build mounts it afresh")
+    foreign: str = Field("", description="what lies in the folder that ds41ctl did not put there, '' when nothing does")
     exists: bool = False
     storage: str = ""
     fstype: str = ""

@@ -48,6 +48,7 @@ class Layout:
     committed_pins: Path | None = None
     api_key_file: Path | None = None
     own_model: bool = False
+    own_store_dir: bool = False
 
     @property
     def name(self) -> str:
@@ -105,8 +106,9 @@ def layout(
     """Resolve a profile's paths. `may_mount`: root or `sudo -n` works, so the store may get a mount of its own.
     `committed_pins`: where a lock committed beside the profile would lie.
 
-    Store candidates in order: the folder the user prepared (alone), else a mount of our own below the state
-    folder, else a folder in /dev/shm (tmpfs that every user may write). A disk store lies below the data folder.
+    Store candidates in order: the folder that the user or the profile names (alone, `own_store_dir`), else a mount of
+    our own below the state folder, else a folder in /dev/shm (tmpfs that every user may write). A disk store lies
+    below the data folder.
     """
     groups = dict(profile.hardware.gpu_groups)
     for name, chosen in (("a", settings.gpus_a), ("c", settings.gpus_c)):
@@ -136,7 +138,7 @@ def layout(
         )
     engine_dir = dirs.data / "engines" / profile.engine.name
     if settings.engram_dir is not None:
-        stores = [settings.engram_dir]
+        stores = [settings.engram_dir.absolute()]
     elif profile.engram.dir:
         stores = [Path(profile.engram.dir)]
     elif profile.engram.storage == "disk":
@@ -159,6 +161,7 @@ def layout(
         committed_pins=committed_pins,
         api_key_file=settings.api_key_file.absolute() if settings.api_key_file else None,
         own_model=settings.model is not None,
+        own_store_dir=settings.engram_dir is not None or bool(profile.engram.dir),
     )
 
 

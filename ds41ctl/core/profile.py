@@ -241,14 +241,30 @@ class Serve(_Model):
 
 
 class Engram(_Model):
-    """Where the tables live while the engine runs."""
+    """Where the tables live while the engine runs, and in what form."""
 
     storage: Literal["tmpfs", "hugetlb", "disk", "engine", "none"] = Field(
         description="tmpfs and hugetlb are memory; disk reads each row from a drive, for machines without the memory; "
-        "engine: it keeps the tables itself and fills them from the pack, which its plugin proves"
+        "engine: it keeps the tables itself and fills them from the pack, which its plugin, or the growth of the "
+        "host's memory, proves"
     )
-    dir: str = Field("", description="absolute folder; empty: chosen below /dev/shm or the state folder")
+    format: Literal["records", "shards"] = Field(
+        "records",
+        description="what the store holds. records: rows of 264 bytes, read by ds41_engine; shards: copies of the "
+        "pack's Engram shards and an index that names their tables, for an engine that reads safetensors",
+    )
+    dir: str = Field(
+        "",
+        description="absolute folder; a memory filesystem is mounted there unless it lies on one. Empty: chosen below "
+        "/dev/shm or the state folder",
+    )
     size_gib: float = Field(0, ge=0, le=16384, description="tmpfs size; 0 computes it from the tables")
+    host_copies: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="storage engine: whole copies of the tables the engine keeps in host memory; 0: not judged",
+    )
     page: Literal["", "4K", "2M", "1G"] = Field("", description="page size; empty: the best there is")
 
     @property
@@ -393,6 +409,7 @@ def disagreements(tree: dict[str, Any]) -> list[str]:
     faults += _argv_faults(serve)
     faults += _graft_faults(_table(tree, "model"))
     faults += _pool_faults(serve)
+    faults += _engram_faults(_table(tree, "engram"))
     if serve.get("host") == "":
         faults.append("serve.host: is empty")
     provenance = _table(tree, "provenance")
@@ -422,6 +439,17 @@ def _graft_faults(model: dict[str, Any]) -> list[str]:
     dirs = {source.get("dir") for source in sources or () if isinstance(source, dict)} - {"", None}
     parts = ("trunk", "experts", "donor") if graft else ()
     return [f"model.graft.{part}: is the dir of no source" for part in parts if graft.get(part) not in dirs]
+
+
+def _engram_faults(engram: dict[str, Any]) -> list[str]:
+    faults = []
+    if engram.get("format") == "shards" and engram.get("storage") == "hugetlb":
+        # measured: ftruncate of a hugetlbfs file to anything but whole pages is EINVAL, and a reader of safetensors
+        # compares the file's size with its header
+        faults.append("engram.storage: files of a hugetlbfs are whole pages, shards are not; use tmpfs")
+    if engram.get("host_copies") and engram.get("storage") != "engine":
+        faults.append("engram.host_copies: is for storage engine; the store of ds41ctl is one copy for all ranks")
+    return faults
 
 
 def _group_faults(hardware: dict[str, Any]) -> list[str]:

@@ -413,7 +413,7 @@ def _engram(line: LaunchLine) -> dict[str, Any]:
         raise ConfigError("the launch line does not set DSV41_ENGRAM_STORAGE=ssd: the Engram tables would stay empty")
     if not re.fullmatch(r"/(?:opt|srv|mnt|data|dev/shm)(?:/[A-Za-z0-9][A-Za-z0-9._-]*)+", host):
         raise ConfigError(f"the launch line's Engram store is {host!r}: a folder below /opt, /srv or /mnt expected")
-    return {"storage": "tmpfs", "dir": host, "size_gib": 200.0}
+    return {"storage": "tmpfs", "format": "shards", "dir": host, "size_gib": 200.0}
 
 
 def _smoke(tree: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import contextlib
 import re
 from pathlib import Path
 
-from ds41ctl.adapters import files, pack, store, storebuild, storeplace
+from ds41ctl.adapters import files, pack, running, store, storebuild, storeplace
 from ds41ctl.core.engram import Geometry, geometry
-from ds41ctl.core.errors import IntegrityError, NotFoundError
+from ds41ctl.core.errors import AlreadyRunningError, IntegrityError, NotFoundError
 from ds41ctl.core.layout import Layout
 from ds41ctl.steps.runner import Goal, Progress
 
@@ -59,10 +59,20 @@ class EngramBuild:
         """Build it; a store that is no longer valid is replaced, saying why."""
         found = pack_geometry(self.layout)
         facts = store.inspect(self.layout)
+        _refuse_read(self.layout)
         if facts.exists:
             progress(f"building again: {facts.problem or 'rows differ from the shards'}", {})
         with files.locked(_lock(self.layout), "building the store"):
             storebuild.build(self.layout, found, progress)
+
+
+def _refuse_read(layout: Layout) -> None:
+    """Shards are read by pread, perhaps in a container: no mapping says so, the record of the running engine does."""
+    record = running.read(layout.record_path)
+    if layout.profile.engram.own_store and store.of_shards(layout) and record is not None and record.alive():
+        raise AlreadyRunningError(
+            f"the engine of {layout.name} (pid {record.pid}) reads the Engram store", hints=("ds41ctl stop",)
+        )
 
 
 def _lock(layout: Layout) -> Path:
@@ -71,6 +81,7 @@ def _lock(layout: Layout) -> Path:
 
 def drop(layout: Layout) -> list[str]:
     """Remove the store, its mount and its reserved hugepages; returns what was removed."""
+    _refuse_read(layout)
     with files.locked(_lock(layout), "removing the store"):
         return storeplace.release(layout)
 

@@ -61,12 +61,18 @@ def collect(layout: Layout, *, before: tuple[float, float | None] | None = None)
 
 def _engram(layout: Layout, record: Running) -> str:
     if not layout.profile.engram.own_store:
-        kept = layout.profile.engram.storage == "engine"
-        return "kept by the engine, proven loaded at its start" if kept else "no store, and nothing proves the tables"
-    folder = store.locate(layout)
+        if layout.profile.engram.storage != "engine":
+            return "no store, and nothing proves the tables"
+        if layout.profile.engine.plugin:
+            return "kept by the engine, proven loaded at its start"
+        return f"kept by the engine; {record.growth or 'what its start filled is not known'}"
+    folder = store.served(layout)
     if record.container:
         return f"{folder}, mounted into the container"
     family = {item.pid for item in proof.family(record)}
+    if store.of_shards(layout):
+        read = len(family & set(store.used_by(store.locate(layout))))
+        return f"{folder}, shards open in {read} of {len(family)} processes"
     mapped = len(family & set(store.mapped_by(folder)))
     return f"{folder}, mapped by {mapped} of {len(family)} processes"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ds41ctl.adapters import keyfile, proc, store
+from ds41ctl.adapters import hostmem, keyfile, proc, store
 from ds41ctl.adapters.http import EngineClient, HttpFault, Limits
 from ds41ctl.adapters.running import Running
 from ds41ctl.core.engram import parallel_sizes, rank_ranges, unproven_rank
 from ds41ctl.core.errors import EngineDiedError
+from ds41ctl.core.growth import Growth, Levels, needed_bytes
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.logscan import LogScan
 from ds41ctl.steps import engram
@@ -16,10 +17,12 @@ from ds41ctl.steps import engram
 TAIL_LINES = 120
 
 
-def prove(layout: Layout, record: Running, scan: LogScan) -> None:
-    """A token flows, the log says what the profile wants of it, and every rank maps and reads its own Engram rows.
+def prove(layout: Layout, record: Running, scan: LogScan) -> Growth | None:
+    """A token flows, the log says what the profile wants of it, and the Engram tables are where they are read.
 
-    Raises EngineDiedError with what of it is not so.
+    Of our own engine: every rank maps and reads its own rows. Of one that keeps its tables itself: as much host memory
+    was filled as they take; returns that measure. What reads shards shows neither: its markers and smoke.copy are the
+    proof. Raises EngineDiedError with what of it is not so.
     """
     refuse_forbidden(scan, record.log)
     fault = first_token(record)
@@ -53,12 +56,35 @@ def prove(layout: Layout, record: Running, scan: LogScan) -> None:
             f"the engine answers, but not every rank of it maps the Engram store in {store.locate(layout)}",
             hints=("ds41ctl logs",),
         )
+    growth = tables_in_memory(layout, record)
+    if growth is not None and growth.fault:
+        raise EngineDiedError(
+            f"the engine answers, but {growth.fault}",
+            detail=(
+                "an Engram table that is empty raises no error: speed and arithmetic stay right, copies are spoilt",
+                f"memory: {growth.model_dump_json()}",
+            ),
+            hints=(
+                "ds41ctl logs   # what its start says of the Engram tables",
+                "ds41ctl fetch --verify   # the shards it reads them from",
+                f"engram.host_copies = {layout.profile.engram.host_copies} in the profile is what is asked for",
+            ),
+        )
+    return growth
+
+
+def tables_in_memory(layout: Layout, record: Running) -> Growth | None:
+    """How much memory the start of an engine that keeps its own tables has filled; None where that is not judged."""
+    needed = needed_bytes(layout.profile)
+    if not needed or layout.profile.engine.plugin:  # the plugin has counted every tensor as it was loaded
+        return None
+    held = hostmem.holding(item.pid for item in family(record))
+    return Growth(before=record.levels or Levels(available=None), ready=hostmem.levels(), held=held, needed=needed)
 
 
 def _unproven_rank(layout: Layout, record: Running) -> str:
     """'' when the log of our own engine says of every rank that it reads its own rows; else what is missing."""
-    profile = layout.profile
-    if not profile.engram.own_store or not profile.engine.plugin:
+    if not reads_records(layout):
         return ""
     ranks, _ = parallel_sizes(record.argv)
     wanted = rank_ranges(engram.pack_geometry(layout), ranks)
@@ -66,20 +92,23 @@ def _unproven_rank(layout: Layout, record: Running) -> str:
         return unproven_rank(log, wanted)
 
 
-def maps_store(layout: Layout, record: Running) -> bool:
-    """True when the engine's ranks map the store (or the profile keeps none, or a container hides its processes).
+def reads_records(layout: Layout) -> bool:
+    """True when our own engine reads a store of ours: its processes map it and its log says what each rank reads."""
+    engram, engine = layout.profile.engram, layout.profile.engine
+    return engram.own_store and engram.format == "records" and engine.plugin and engine.kind == "venv"
 
-    Of our own engine every record file must be mapped by as many processes as there are tensor-parallel ranks: each
-    pipeline stage maps the tables of its own layers. Of another engine only the number of processes is known.
+
+def maps_store(layout: Layout, record: Running) -> bool:
+    """True when the engine's ranks map the store of records; of anything else nothing of the kind is asked.
+
+    Every record file must be mapped by as many processes as there are tensor-parallel ranks: each pipeline stage maps
+    the tables of its own layers.
     """
-    profile, folder = layout.profile, store.locate(layout)
-    if not profile.engram.own_store or record.container:
+    if not reads_records(layout):
         return True
     ours = {item.pid for item in family(record)}
     ranks, _ = parallel_sizes(record.argv)
-    if not profile.engine.plugin:
-        return len(ours & set(store.mapped_by(folder))) >= ranks
-    users = store.file_users(folder)
+    users = store.file_users(store.locate(layout))
     return bool(users) and all(len(ours & pids) >= ranks for pids in users.values())
 
 

@@ -19,6 +19,7 @@ from ds41ctl.adapters import (
     enginevenv,
     files,
     host,
+    hostmem,
     keyfile,
     machine,
     nvml,
@@ -41,6 +42,7 @@ from ds41ctl.core.errors import (
     UnsupportedError,
 )
 from ds41ctl.core.faults import fingerprint
+from ds41ctl.core.growth import Growth, needed_bytes
 from ds41ctl.core.launch import RUN_MARKER, Launch, launch
 from ds41ctl.core.layout import Layout
 from ds41ctl.core.logscan import LogScan
@@ -81,6 +83,7 @@ class Serve:
         self.alone = alone
         self.holder: Holder | None = None
         self.record: Running | None = None
+        self.growth: Growth | None = None
 
     # ---- verify
     def check(self) -> Goal:
@@ -139,6 +142,10 @@ class Serve:
             stop.end(self.layout, self.record, grace_s=FAILED_GRACE_S)
             raise
         self._note(proof.family(record), ready_at=_now())
+        if self.growth is not None:
+            unknown = self.growth.filled is None
+            left = "; smoke.copy is the proof that is left" if unknown else ""
+            progress(f"Engram tables: {self.growth}{left}", {"note": True, "growth": self.growth.model_dump()})
 
     def refuse_unfit(self) -> None:
         """What would cost minutes to find out later, or (before a replacement) the engine that runs now."""
@@ -192,7 +199,7 @@ class Serve:
 
     def _start(self, progress: Progress) -> Running:
         start = launch(
-            self.layout, machine.look(self.layout, self.environ), str(store.locate(self.layout)), strict=True
+            self.layout, machine.look(self.layout, self.environ), str(store.served(self.layout)), strict=True
         )
         for note in start.notes:
             progress(note, {"note": True})
@@ -253,6 +260,7 @@ class Serve:
             started_at=_now(),
             api_key_file=str(layout.api_key_file or ""),
             idle_vram_mib=self._idle_vram(),
+            levels=hostmem.levels() if needed_bytes(layout.profile) else None,
         )
         return record, spec
 
@@ -359,7 +367,7 @@ class Serve:
                     probe_at = elapsed + PROBE_EVERY_S
                     if proof.health(record.url) == "ok":
                         self._read_up(log, scan)
-                        proof.prove(self.layout, record, scan)
+                        self.growth = proof.prove(self.layout, record, scan)
                         return
                     family = proof.family(record)
                     watch.look([item.pid for item in family], elapsed)
@@ -381,7 +389,12 @@ class Serve:
         # a worker's title tells its rank only some seconds after it began
         known = {item.pid: item for item in (*record.members, *members(record.pid, family))}
         shared = {*record.segments, *proc.segments(item.pid for item in family)}
-        update = {"members": tuple(known.values()), "segments": tuple(sorted(shared)), "ready_at": ready_at}
+        update = {
+            "members": tuple(known.values()),
+            "segments": tuple(sorted(shared)),
+            "ready_at": ready_at,
+            "growth": self.growth,
+        }
         self.record = record.model_copy(update=update)
         if self.record != record:
             now = running.read(self.layout.record_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -14,7 +15,10 @@ from typing import Any
 
 import pytest
 
-from ds41ctl.adapters import containers, enginevenv, proc, profiles, running
+import preflight
+import smoke
+from ds41ctl.adapters import containers, enginevenv, proc, profiles, running, storeplace
+from ds41ctl.adapters.http import EngineClient
 from ds41ctl.core import watch
 from ds41ctl.core.errors import (
     AlreadyRunningError,
@@ -26,15 +30,21 @@ from ds41ctl.core.errors import (
     UnsupportedError,
 )
 from ds41ctl.core.facts import CdiSpec
+from ds41ctl.core.finding import Status
 from ds41ctl.core.launch import Machine, launch
 from ds41ctl.core.layout import Dirs, Layout, layout
 from ds41ctl.core.settings import Settings
-from ds41ctl.steps import live, stop
+from ds41ctl.steps import engram, live, stop
 from ds41ctl.steps import serve as serving
 from ds41ctl.steps.engine import EngineInstall
+from ds41ctl.steps.engram import EngramBuild
 from ds41ctl.steps.serve import Serve
 from ds41ctl.steps.watchdog import Watchdog
+from smoke.canaries import generate
+from tests.facts.replay import machine
 from tests.fakes.containers import GOOD_LOG, FakeRuntime
+from tests.fakes.packs import local_profile, write_pack
+from tests.fakes.profiles import least_profile
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -279,6 +289,95 @@ def test_the_engine_is_held_by_its_container(runtime: FakeRuntime, where: Layout
             break
         time.sleep(0.05)
     assert holder.ending() == "exit status 1" and not record.alive()
+
+
+# ---- the tables reach the engine that is launched
+def with_tables(where: Layout, root: Path, runtime: FakeRuntime, form: str = "shards", **scene: Any) -> Layout:
+    """The recipe's profile with its own [engram], on small tables, in a memory filesystem that is there."""
+    shipped = profiles.read(profiles.find("cmp170hx-tp4"))
+    found = write_pack(where.model_dir)
+    folder = Path(f"/dev/shm/ds41ctl-test-{os.getpid()}-{root.name}")
+    engram = shipped.engram.model_copy(update={"dir": str(folder), "size_gib": 0, "format": form})
+    profile = local_profile(where.profile, found, engram=engram)
+    runtime.play(layers=list(found.layers), **scene)
+    return Layout(**{**where.__dict__, "profile": profile, "store_dirs": (folder,), "own_store_dir": True})
+
+
+@pytest.fixture
+def tables(where: Layout, runtime: FakeRuntime, tmp_path: Path) -> Iterator[Layout]:
+    made = with_tables(where, tmp_path, runtime, engram="ssd")
+    yield made
+    record = running.read(made.record_path)
+    if record is not None:
+        stop.end(made, record)
+    storeplace.release(made)
+    shutil.rmtree(made.store_dirs[0], ignore_errors=True)
+
+
+def test_a_store_of_shards_is_what_the_engine_reads(runtime: FakeRuntime, tables: Layout) -> None:
+    EngramBuild(tables).do(silent)
+    _, record = started(tables)
+    run = next(call for call in runtime.calls if call[1] == "run")
+    assert f"{tables.store_dirs[0]}:/engram:ro" in run and record.ready_at
+    assert live.collect(tables)["engram"] == f"{tables.store_dirs[0]}, mounted into the container"
+    assert copies(record)
+    for taken in (EngramBuild(tables).do, lambda silent: engram.drop(tables)):
+        with pytest.raises(AlreadyRunningError, match="reads the Engram store"):
+            taken(silent)
+    stop.end(tables, record)
+    assert engram.drop(tables) and not list(tables.store_dirs[0].iterdir())
+
+
+def copies(record: running.Running) -> bool:
+    """The smoke test of copies, asked of the engine that runs."""
+    asked = generate(5, copies=8, needle_tokens=300, images=0)
+    found = smoke.run(EngineClient(record.url), asked, least_profile(copies=8), only=("copy",), deadline_s=30)
+    return found[0].status is Status.OK
+
+
+def test_the_records_of_our_own_engine_are_no_start_for_it(runtime: FakeRuntime, tables: Layout) -> None:
+    form = tables.profile.engram.model_copy(update={"format": "records"})
+    records = Layout(**{**tables.__dict__, "profile": tables.profile.model_copy(update={"engram": form})})
+    EngramBuild(records).do(silent)
+    with pytest.raises(EngineDiedError, match="the engine died") as failed:
+        started(records)
+    assert any("model.safetensors.index.json" in line for line in failed.value.detail)
+    check = next(item for item in preflight.ALL if item.id == "engram.storage")
+    found = check.run(records.profile, machine("cmp170hx-4x-ready"), "serve")
+    assert found.status is Status.FAIL and 'format = "shards"' in found.fix[0]
+    storeplace.release(records)
+
+
+def test_without_a_store_nothing_is_started(runtime: FakeRuntime, tables: Layout) -> None:
+    with pytest.raises(IntegrityError, match="no Engram store"):
+        started(tables)
+    assert not any(call[1] == "run" for call in runtime.calls)
+
+
+def test_a_shard_gone_from_the_mounted_folder_is_refused_before_the_container(
+    runtime: FakeRuntime, tables: Layout
+) -> None:
+    EngramBuild(tables).do(silent)
+    (tables.store_dirs[0] / tables.profile.model.engram[1].shard).unlink()
+    with pytest.raises(IntegrityError, match="is missing or has not the"):
+        started(tables)
+    assert not any(call[1] == "run" for call in runtime.calls)
+
+
+def test_an_engine_that_reserves_its_tables_and_goes_on_is_caught_by_the_marker(
+    runtime: FakeRuntime, tables: Layout
+) -> None:
+    EngramBuild(tables).do(silent)
+    runtime.play(engram="host")
+    with pytest.raises(EngineDiedError, match="offloaded to pinned"):
+        started(tables)
+
+
+def test_one_that_says_nothing_of_it_is_caught_by_its_copies(runtime: FakeRuntime, tables: Layout) -> None:
+    EngramBuild(tables).do(silent)
+    runtime.play(engram="mute")
+    _, record = started(tables)
+    assert record.ready_at and not copies(record)
 
 
 # ---- the watchdog on such an engine

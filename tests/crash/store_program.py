@@ -30,13 +30,17 @@ def make(kind: str, root: Path) -> tuple[Layout, Geometry]:
     """A pack and the layout of a store of that kind."""
     found = write_pack(root / "pack")
     profile = local_profile(profiles.read(profiles.find("cpu-tiny")), found)
-    storage = kind if kind in ("hugetlb", "disk") else "tmpfs"
-    profile = profile.model_copy(update={"engram": profile.engram.model_copy(update={"storage": storage})})
+    shards, _, how = kind.rpartition("-")
+    storage = {"hugetlb": "hugetlb", "disk": "disk", "folder": "disk"}.get(how, "tmpfs")
+    engram = profile.engram.model_copy(update={"storage": storage, "format": "shards" if shards else "records"})
+    if how == "at":
+        engram = engram.model_copy(update={"dir": str(root / "deep" / "er"), "size_gib": 0.0625})
+    profile = profile.model_copy(update={"engram": engram})
     dirs = Dirs(data=root / "data", state=root / "state", cache=root / "cache", runtime=root / "run", uid=os.getuid())
     chosen: dict[str, Any] = {"model": root / "pack"}
-    if kind in ("folder", "prepared"):
+    if how in ("folder", "prepared"):
         chosen["engram_dir"] = root / "chosen"
-    return layout(profile, Settings.model_validate(chosen), dirs, may_mount=kind in ("tmpfs", "hugetlb")), found
+    return layout(profile, Settings.model_validate(chosen), dirs, may_mount=how in ("tmpfs", "hugetlb")), found
 
 
 def own_mounts(root: Path) -> list[str]:
@@ -55,8 +59,9 @@ def pool() -> int:
 
 def files_of(root: Path) -> list[str]:
     """Everything a store may leave."""
-    patterns = ("layer-*", "manifest.json*", "*.ledger.json*")
-    return [str(path) for pattern in patterns for path in root.rglob(pattern) if path.is_file()]
+    patterns = ("layer-*", "manifest.json*", "*.ledger.json*", "model*", "deep")
+    found = [path for pattern in patterns for path in root.rglob(pattern) if path.is_file() or path.name == "deep"]
+    return [str(path) for path in found if path.parent != root / "pack"]
 
 
 class Watch:
@@ -67,6 +72,7 @@ class Watch:
         self.faults: list[str] = []
 
     def after_death(self, when: str) -> None:
+        self._index(when)
         facts = store.inspect(self.it)
         if facts.exists and not facts.problem and engram.verify(self.it, full=True)[1]:
             self.faults.append(f"{when}: a store that is not the shards' passes")
@@ -76,6 +82,14 @@ class Watch:
                 self.faults.append(f"{when}: status does not show the mount {point}")
         if pool() - self.pages > sum(item["pages"] for item in shown["hugepages"]):
             self.faults.append(f"{when}: status does not show {pool() - self.pages} hugepages")
+
+    def _index(self, when: str) -> None:
+        """An engine that finds an index of shards finds every byte of them."""
+        for index in self.root.rglob("model.safetensors.index.json"):
+            if index.parent != self.it.model_dir:
+                for name in set(json.loads(index.read_text())["weight_map"].values()):
+                    if (index.parent / name).read_bytes() != (self.it.model_dir / name).read_bytes():
+                        self.faults.append(f"{when}: the index names {name}, which is not whole")
 
     def after_drop(self, when: str) -> None:
         left = [*own_mounts(self.root), *files_of(self.root)]

@@ -43,6 +43,9 @@ KINDS = [
     "folder",
     "disk",
     pytest.param("tmpfs", marks=[pytest.mark.root, pytest.mark.skipif(not ROOT, reason="needs root to mount")]),
+    "shards-folder",
+    pytest.param("at", marks=[pytest.mark.root, pytest.mark.skipif(not ROOT, reason="needs root to mount")]),
+    pytest.param("shards-at", marks=[pytest.mark.root, pytest.mark.skipif(not ROOT, reason="needs root to mount")]),
     pytest.param("hugetlb", marks=[pytest.mark.root, pytest.mark.skipif(not ROOT, reason="needs root for hugepages")]),
 ]
 

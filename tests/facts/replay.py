@@ -1,4 +1,4 @@
-"""Loading recorded machines and the profiles they were looked at with: the shipped ones, or careless ones."""
+"""Loading recorded machines and the profiles they were looked at with: the shipped ones, and edited ones."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ def machine(name: str) -> HostFacts:
     return HostFacts.model_validate_json((FACTS / name / "facts.json").read_text())
 
 
-# name -> (shipped profile, lines of it and what a careless owner made of them)
-CARELESS: dict[str, tuple[str, dict[str, str]]] = {
-    # a pack of another size, steps too big for the context, draft tokens it was not trained for, fork, downloads, open API
+# the V100 profile with an engine of ours: the store in hugepages is for somebody then
+_OWN_STORE = {
+    'storage = "engine"\nhost_copies = 1': 'storage = "hugetlb"\npage = "2M"',
+    "[serve.env]\n": '[serve.env]\nDS41_ENGRAM_STORE = "${engram}"\n',
+    "[engine]\n": "[engine]\nplugin = true\n",
+}
+# name -> (shipped profile, lines of it and what its owner made of them)
+EDITED: dict[str, tuple[str, dict[str, str]]] = {
+    "v100-own-store": ("v100-pp2tp4", _OWN_STORE),
+    # a pack of another size, steps too big for the context, untrained draft tokens, fork, downloads, an open API
     "v100-careless": (
         "v100-pp2tp4",
         {
+            **_OWN_STORE,
             'host = "127.0.0.1"': 'host = "0.0.0.0"',
             "size_bytes = 218_600_000_000": "size_bytes = 118_600_000_000",
             "max_num_batched_tokens = 1024": "max_num_batched_tokens = 2048",
@@ -62,8 +70,8 @@ SHIPPED = tuple(sorted(path.stem for path in Path(profiles.__file__).parent.glob
 
 @cache
 def profile(name: str) -> Profile:
-    """A shipped profile, or one of the careless ones."""
-    base, edits = CARELESS.get(name, (name, {}))
+    """A shipped profile, or an edited one."""
+    base, edits = EDITED.get(name, (name, {}))
     text = (Path(profiles.__file__).parent / f"{base}.toml").read_text()
     for line, instead in {**edits, f'name = "{base}"': f'name = "{name}"'}.items():
         assert text.count(line) >= 1, f"{base}.toml has no {line!r}"

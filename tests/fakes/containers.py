@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds41ctl.adapters import proc
+from tests.fakes import shardreader
 
 SCRIPT = """
 import hashlib, json, os, signal, subprocess, sys, time
@@ -80,7 +81,8 @@ elif args[:1] == ["run"]:
         fail(scene["run_error"], 125)
     port = next(word for word in args if word.startswith("127.0.0.1:")).split(":")[1]
     with (root / "container.log").open("w") as log:
-        words = [sys.executable, "-IS", engine, port, str(root / "scene.json")]
+        tables = [word.split(":")[0] for word in args if word.split(":")[1:2] == ["/engram"]]
+        words = [sys.executable, "-IS", engine, port, str(root / "scene.json"), *tables]
         child = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
     held[number] = {**item, "pid": child.pid, "argv": args}
     keep()
@@ -143,6 +145,18 @@ if "dies_with" in scene:
 if scene.get("silent"):
     time.sleep(600)
 
+# "ssd": rows of both tables are read at the start, which fails where they are not; "host": memory is reserved, never
+# filled and said to be offloaded; "mute": the same, and nothing is said
+filled = scene.get("engram", "ssd-elsewhere") not in ("host", "mute")
+if scene.get("engram") == "ssd":
+    tables = [Table(sys.argv[3], layer) for layer in scene["layers"]]
+    for table in tables:
+        for number in (0, table.rows // 2, table.rows - 1):
+            if not any(table.row(number)):
+                raise ValueError("a row of zeros")
+elif scene.get("engram") == "host":
+    print("Engram table offloaded to pinned host memory: 384006168 rows x 256, 23.60 GiB per rank", flush=True)
+
 
 class Handler(BaseHTTPRequestHandler):
     def answer(self, tree):
@@ -157,7 +171,16 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({})
 
     def do_POST(self):
-        self.rfile.read(int(self.headers["Content-Length"]))
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "messages" in asked:  # a copy: without its rows the model drops the underscores
+            said = asked["messages"][-1]["content"].rsplit(" ", 1)[-1]
+            choice = {
+                "index": 0,
+                "message": {"role": "assistant", "content": said if filled else said.replace("_", "")},
+                "finish_reason": "stop",
+            }
+            self.answer({"usage": {"completion_tokens": 1, "prompt_tokens": 1}, "choices": [choice]})
+            return
         self.answer({"usage": {"completion_tokens": 1}, "choices": [{"text": "1"}]})
 
     def log_message(self, *_):
@@ -186,7 +209,7 @@ class FakeRuntime:
         self.root = root
         self.bin = root / "bin"
         self.bin.mkdir(parents=True)
-        (root / "engine.py").write_text(ENGINE)
+        (root / "engine.py").write_text(Path(shardreader.__file__).read_text() + ENGINE)
         self.scene: dict[str, Any] = {"images": {IMAGE: "sha256:" + "1" * 64}, "log": list(GOOD_LOG)}
         self.play()
 

@@ -71,9 +71,12 @@ def local_profile(base: Profile, found: Geometry, **updates: object) -> Profile:
     return base.model_copy(update={"model": model, **updates})
 
 
-def layout_for(profile: Profile, root: Path, **settings: object) -> Layout:
-    """A layout whose every folder lies below `root`."""
+def layout_for(profile: Profile, root: Path, *, storage: str = "disk", **settings: object) -> Layout:
+    """A layout whose every folder lies below `root`, its store too: on a disk unless `storage` says otherwise."""
     import os
+
+    if profile.engram.own_store:
+        profile = profile.model_copy(update={"engram": profile.engram.model_copy(update={"storage": storage})})
 
     dirs = Dirs(data=root / "data", state=root / "state", cache=root / "cache", runtime=root / "run", uid=os.getuid())
     chosen = {"engram_dir": root / "store", "model": root / "pack", **settings}

@@ -39,7 +39,7 @@ def ready() -> HostFacts:
 
 @pytest.fixture
 def v100() -> Profile:
-    return profile("v100-pp2tp4")
+    return profile("v100-own-store")
 
 
 @pytest.fixture
@@ -712,6 +712,7 @@ def test_a_container_without_ssd_storage_would_leave_the_tables_empty(
     env: dict[str, str], argv: tuple[str, ...], status: str
 ) -> None:
     asked, facts = profile("cmp170hx-tp4"), machine("cmp170hx-4x-ready")
+    argv = (*argv, "-v", "${engram}:/engram:ro")
     asked = asked.model_copy(update={"serve": asked.serve.model_copy(update={"env": env, "argv": argv})})
     assert ask("engram.storage", asked, facts).status == status
 

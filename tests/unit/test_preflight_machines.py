@@ -267,8 +267,6 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "gpu.nvlink-ports": "fail",
             "host.limits": "warn",
             "host.ram": "fail",
-            "host.hugepages": "fail",
-            "host.hugepage-room": "fail",
             "disk.data": "fail",
             "env.inherited": "warn",
             "toolchain.nvcc": "fail",
@@ -284,7 +282,6 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "gpu.weights": "unknown",
             "gpu.nvlink-quads": "fail",
             "host.limits": "warn",
-            "host.hugepage-room": "fail",
             "disk.data": "fail",
             "env.inherited": "warn",
             "toolchain.nvcc": "fail",
@@ -356,7 +353,7 @@ def test_what_could_not_be_measured_is_never_ok() -> None:
     facts = machine("nothing-readable")
     found = statuses(preflight.run(profile("cpu-tiny"), facts, stage="serve"))
     # these ask only the profile, or a record that is absent when no engine runs
-    asks_no_measurement = {"engram.storage", "engine.running", "env.inherited", "host.tmpfs-size"}
+    asks_no_measurement = {"engram.storage", "engine.running", "env.inherited"}
     asks_no_measurement |= {"serve.offline", "net.exposed", "net.gloo"}
     ok = {id for id, status in found.items() if status == Status.OK}
     assert ok == asks_no_measurement

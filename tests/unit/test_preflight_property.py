@@ -13,9 +13,9 @@ import preflight
 from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.finding import Status
 from preflight.check import Stage
-from tests.facts.replay import CARELESS, MACHINES, SHIPPED, machine, profile
+from tests.facts.replay import EDITED, MACHINES, SHIPPED, machine, profile
 
-PROFILES = {name: profile(name) for name in (*SHIPPED, *CARELESS)}
+PROFILES = {name: profile(name) for name in (*SHIPPED, *EDITED)}
 STAGES: tuple[Stage, Stage] = ("up", "serve")
 facts_strategy = st.builds(HostFacts, collected_at=st.just("2026-11-12T09:30:00+00:00"))
 

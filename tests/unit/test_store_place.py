@@ -171,7 +171,7 @@ def test_each_part_is_allocated_under_the_policy_of_its_node_and_the_policy_ends
     allocate = os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, at, size: (note("pages"), allocate(fd, at, size))[1])
     found = write_pack(tmp_path / "pack")
-    it = layout_for(local_profile(profiles.read(profiles.find("cpu-tiny")), found), tmp_path)
+    it = layout_for(local_profile(profiles.read(profiles.find("cpu-tiny")), found), tmp_path, storage="tmpfs")
     it = it.__class__(**{**it.__dict__, "store_dirs": (Path(f"/dev/shm/ds41ctl-test-{os.getpid()}"),)})
     try:
         storebuild.build(it, found, lambda text, data: None)
