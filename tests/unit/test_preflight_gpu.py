@@ -320,7 +320,7 @@ def test_half_of_the_memory_is_too_small_a_tmpfs_below_377_7_gib(ram_gib: int, s
 def test_a_tmpfs_of_unknown_size_is_unknown() -> None:
     assert ask("host.tmpfs-size", disk_changed(machine(CMP), "store", fstype="tmpfs", total=None)).status == "unknown"
     unmounted = changed(disk_changed(machine(CMP), "store", fstype="ext4"), "store", exists=False, bytes_present=0)
-    assert "will be mounted with 200 GiB" in ask("host.tmpfs-size", unmounted).summary
+    assert "will be mounted at /opt/engram-ram with 200 GiB" in ask("host.tmpfs-size", unmounted).summary
 
 
 # ---- serving values
