@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ds41ctl.adapters import containers, enginevenv, proc, profiles, running
+from ds41ctl.adapters.supply import Supply
 from ds41ctl.core import watch
 from ds41ctl.core.errors import (
     AlreadyRunningError,
@@ -338,12 +339,16 @@ GPUS = CdiSpec(path="/etc/cdi/nvidia.yaml", kind="nvidia.com/gpu", devices=("0",
 
 
 def installed(
-    where: Layout, monkeypatch: pytest.MonkeyPatch, *specs: CdiSpec, checkout: Path | None = None
+    where: Layout,
+    monkeypatch: pytest.MonkeyPatch,
+    *specs: CdiSpec,
+    checkout: Path | str | None = None,
+    force: bool = False,
 ) -> list[str]:
     """Install; what it said on the way."""
     monkeypatch.setattr(containers, "cdi_specs", lambda root: specs)
     said: list[str] = []
-    EngineInstall(where, os.environ, checkout=checkout).do(lambda text, data: said.append(text))
+    EngineInstall(where, os.environ, Supply(checkout=checkout), force=force).do(lambda text, data: said.append(text))
     return said
 
 

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds41ctl.adapters import engineinstall, enginevenv, generations, kernels, proc, profiles, series, wheels
+from ds41ctl.adapters.supply import Supply
 from ds41ctl.core.errors import IntegrityError, NotFoundError, UnsupportedError
 from ds41ctl.core.layout import Dirs, Layout, layout
 from ds41ctl.core.settings import Settings
@@ -81,7 +82,7 @@ def release(tmp_path: Path, version: str = "1.0", **torch: Any) -> Path:
 
 
 def install(where: Layout, folder: Path) -> None:
-    EngineInstall(where, os.environ, wheels=folder).do(silent)
+    EngineInstall(where, os.environ, Supply(wheels=folder)).do(silent)
 
 
 def version(where: Layout) -> str:
@@ -108,7 +109,7 @@ def test_the_engine_before_is_used_until_the_new_one_is_proven_and_can_be_gone_b
     def look(text: str, data: dict[str, Any]) -> None:
         seen.append(version(where))
 
-    EngineInstall(where, os.environ, wheels=tmp_path / "wheels").do(look)
+    EngineInstall(where, os.environ, Supply(wheels=tmp_path / "wheels")).do(look)
     assert set(seen) == {"1.0"} and version(where) == "2.0"
     names = [(item.name, item.current) for item in generations.all_of(where.engine_dir)]
     assert [current for _, current in names] == [True, False]
@@ -167,7 +168,7 @@ def test_an_interrupted_install_leaves_the_engine_in_use_alone_and_nothing_else(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engineinstall.install(where, os.environ, interrupted, from_folder=tmp_path / "wheels")
+        engineinstall.install(where, os.environ, interrupted, Supply(wheels=tmp_path / "wheels"))
     assert version(where) == "1.0" and len(list((where.engine_dir / "generations").glob("*"))) == 1
     # what a SIGKILL leaves is no generation, and the next install removes it
     (where.engine_dir / "generations" / "half" / "venv").mkdir(parents=True)
