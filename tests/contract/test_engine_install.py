@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds41ctl.adapters import engineinstall, enginevenv, generations, kernels, proc, profiles, series, wheels
+from ds41ctl.adapters.release import wheel as release_wheel
 from ds41ctl.adapters.supply import Supply
 from ds41ctl.core.errors import IntegrityError, NotFoundError, UnsupportedError
 from ds41ctl.core.layout import Dirs, Layout, layout
@@ -214,36 +215,23 @@ def test_our_plugin_is_brought_up_to_date_beside_the_engine_in_use_by_hard_links
     assert (now / "torch" / "__init__.py").stat().st_ino == torch and verify(where) == []
 
 
-# ---- the release's wheel
-def test_a_release_wheel_is_held_to_its_checksum_file_and_that_to_the_profile(tmp_path: Path) -> None:
-    folder, tag = tmp_path / "release", "cp" + HERE.replace(".", "")
-    wheel = fake.vllm(folder, "1.5", tag=f"{tag}-{tag}-linux_x86_64")
-    engine = made(tmp_path, lock="", wheel=wheel.name, wheel_sums="SHA256SUMS", python=HERE).profile.engine
-    with pytest.raises(NotFoundError, match="no SHA256SUMS"):
-        wheels.engine_wheel(folder, engine)
-    pin = fake.sums(folder, wheel)
-    with pytest.raises(IntegrityError, match="the profile pins none"):
-        wheels.engine_wheel(folder, engine)
-    pinned = engine.model_copy(update={"wheel_sums_sha256": pin})
-    assert wheels.engine_wheel(folder, pinned) == wheel
-    wheel.write_bytes(wheel.read_bytes() + b"x")
-    with pytest.raises(IntegrityError, match="not the pinned wheel"):
-        wheels.engine_wheel(folder, pinned)
-    fake.sums(folder, wheel)
-    with pytest.raises(IntegrityError, match="not the release's"):
-        wheels.engine_wheel(folder, pinned)
-    (folder / "SHA256SUMS").write_text("garbage\n")
-    with pytest.raises(IntegrityError, match="line 1 is no checksum"):
-        wheels.read_sums(folder / "SHA256SUMS")
+# ---- the release's wheel; where it comes from is tested in test_engine_release
+def test_a_checksum_file_of_a_release_is_read_strictly(tmp_path: Path) -> None:
+    digest, other = "0" * 64, "1" * 64
+    assert wheels.parse_sums(f"{digest}  ./a.whl\n\n{other} *b.whl\n", "x") == {"a.whl": digest, "b.whl": other}
+    with pytest.raises(IntegrityError, match="x: line 2 is no checksum: 'garbage'"):
+        wheels.parse_sums(f"{digest}  a.whl\ngarbage\n", "x")
+    with pytest.raises(IntegrityError, match="has two checksums"):
+        wheels.parse_sums(f"{digest}  a.whl\n{other}  a.whl\n", "x")
 
 
 @pytest.mark.parametrize(
     "name", ["1cat_vllm-1.5.2+ds41-cp310-cp310-linux_x86_64.whl", "vllm.whl", "../vllm-1-py3-none-any.whl"]
 )
 def test_a_wheel_of_another_python_or_a_strange_name_is_refused(tmp_path: Path, name: str) -> None:
-    engine = made(tmp_path, lock="", wheel=name, wheel_sha256="0" * 64, python="3.12").profile.engine
+    where = made(tmp_path, lock="", wheel=name, wheel_sha256="0" * 64, python="3.12")
     with pytest.raises(IntegrityError, match=r"is for cp310|no wheel's name"):
-        wheels.engine_wheel(tmp_path, engine)
+        release_wheel(where, Supply(wheels=tmp_path), silent)
 
 
 def test_a_release_wheel_is_installed_with_ninja_and_what_lies_beside_it(tmp_path: Path) -> None:
@@ -253,7 +241,7 @@ def test_a_release_wheel_is_installed_with_ninja_and_what_lies_beside_it(tmp_pat
     fake.wheel(folder, "ninja", "1.13", {"ninja.py": ""})
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     where = made(tmp_path, lock="", wheel=wheel.name, wheel_sha256=digest)
-    with pytest.raises(UnsupportedError, match="taken from a folder"):
+    with pytest.raises(NotFoundError, match="does not say where"):
         EngineInstall(where, os.environ).do(silent)
     # its torch is named by nothing here, so it must come with the wheel
     with pytest.raises(IntegrityError, match="cannot be imported"):

@@ -238,7 +238,13 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "serve.container-flags": "fail",
             "net.exposed": "fail",
             "engine.licence": "warn",
+            "disk.image": "fail",
+            "engine.installed": "fail",
         },
+    },
+    "cmp170hx-4x-no-image": {
+        "up": {},
+        "serve": {"engine.installed": "fail"},
     },
     "cmp170hx-4x-stock-driver": {
         "serve": {
