@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -12,7 +13,6 @@ from typing import Any
 from ds41ctl.adapters import containers, enginevenv, files, imagesource, proc
 from ds41ctl.adapters.supply import Supply
 from ds41ctl.core.errors import (
-    Ds41Error,
     IntegrityError,
     NetworkError,
     NoSpaceError,
@@ -86,8 +86,8 @@ def install(
 
     An image that is there already under the profile's name is taken, unless another one is recorded (that raises
     IntegrityError), `force` or a `checkout` is given, or it was made from another commit. Raises UnsupportedError
-    without a runtime or a CDI device, NotFoundError when nothing says where the source is, IntegrityError for another
-    image, commit or patch than the pinned one, NoSpaceError, NetworkError, and Ds41Error for a build that fails.
+    without a runtime or a CDI device and for a build that fails, NotFoundError when nothing says where the source is,
+    IntegrityError for another image, commit or patch than the pinned one, NoSpaceError, NetworkError.
     """
     engine, given = layout.profile.engine, given or Supply()
     tool = containers.need_client()
@@ -186,14 +186,16 @@ def _build(layout: Layout, tool: str, repo: str, environ: Mapping[str, str], pro
         progress(line.strip()[:100], {})
 
     env = imagesource.build_environment(environ, engine.image)
+    argv = imagesource.build_argv(script)
     try:
-        status = proc.stream(imagesource.build_argv(script), env=env, on_line=on_line, cwd=source)
+        status = proc.stream(argv, env=env, on_line=on_line, cwd=source)
     except OSError as error:
         raise UnsupportedError(f"{_SCRIPT} cannot be run: {error.strerror}: {error.filename}") from None
     if status:
         text = "\n".join(lines)
-        kind = NoSpaceError if "no space left" in text.lower() else Ds41Error
-        raise kind(f"{_SCRIPT} ended with {status}", detail=lines[-20:])
+        kind = NoSpaceError if "no space left" in text.lower() else UnsupportedError
+        by_hand = f"cd {source} && {shlex.join([f'IMAGE={engine.image}', *argv])}   # what was run"
+        raise kind(f"{_SCRIPT} ended with {status}", detail=lines[-20:], hints=(by_hand,))
     _name(engine, tool, before, script.read_text(encoding="utf-8", errors="replace"), progress)
     shutil.rmtree(source.parent, ignore_errors=True)
     return containers.image_digest(layout)

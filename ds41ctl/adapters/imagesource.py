@@ -15,6 +15,7 @@ from pathlib import Path
 from ds41ctl.adapters import distro, files, proc
 from ds41ctl.adapters.enginevenv import Progress
 from ds41ctl.core.errors import (
+    DeniedError,
     Ds41Error,
     IntegrityError,
     NetworkError,
@@ -147,6 +148,7 @@ _VERBS = ("init", "fetch", "checkout", "rev-parse", "remote", "submodule", "ls-t
 # what git says (LC_ALL=C) -> what it means for whoever waits for the source
 _MEANS: tuple[tuple[tuple[str, ...], type[Ds41Error]], ...] = (
     (("No space left", "Disk quota exceeded"), NoSpaceError),
+    (("dubious ownership",), DeniedError),
     (("not our ref", "couldn't find remote ref", "does not appear to be a git repository"), NotFoundError),
     (("repository not found", "Repository not found", "does not exist", "not found: did you run"), NotFoundError),
     (("could not read Username", "Authentication failed", "Permission denied", "terminal prompts"), UnauthorisedError),
@@ -157,7 +159,7 @@ _MEANS: tuple[tuple[tuple[str, ...], type[Ds41Error]], ...] = (
 def _error(what: str, text: str) -> Ds41Error:
     lines = [mask_text(line.strip()) for line in text.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith(("fatal:", "error:"))] or lines[-1:] or ["no reason given"]
-    kind = next((kind for words, kind in _MEANS if any(word in text for word in words)), Ds41Error)
+    kind = next((kind for words, kind in _MEANS if any(word in text for word in words)), UnsupportedError)
     hints = ("--checkout FOLDER|URL   # another repository that holds the commit",)
     return kind(f"{what}: {told[0][:200]}", detail=lines[-8:] if lines[1:] else (), hints=hints)
 

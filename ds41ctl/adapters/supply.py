@@ -140,6 +140,10 @@ def accept_lines(layout: Layout, given: Supply, digest: str) -> tuple[str, str]:
     return f"ds41ctl up {rest}", f"ds41ctl engine install {rest}"
 
 
+def _after_comparing(layout: Layout, given: Supply, digest: str) -> str:
+    return f"{accept_lines(layout, given, digest)[0]}   # after comparing it with {_release(layout.profile.engine)}"
+
+
 def _release(engine: Engine) -> str:
     return engine.wheel_url or engine.wheel_assets
 
@@ -172,7 +176,7 @@ def look(layout: Layout, given: Supply) -> Origin:
     seen = release_dir(layout) / engine.wheel_sums
     if not (pin(layout) or given.accept_sums):
         fix = (
-            accept_lines(layout, given, files.file_sha256(seen))[:1]
+            (_after_comparing(layout, given, files.file_sha256(seen)),)
             if seen.is_file()
             else (f"ds41ctl engine install --profile {layout.name}{given.words}   # shows the digest to accept",)
         )
@@ -195,7 +199,7 @@ def _look_into_folder(layout: Layout, given: Supply, folder: Path) -> Origin:
         if now != (engine.wheel_sums_sha256 or given.accept_sums or accepted(layout)[0]):
             return Origin(
                 problem=f"nothing says that {folder / engine.wheel_sums} (sha256 {now}) is the release's",
-                fix=accept_lines(layout, given, now)[:1],
+                fix=(_after_comparing(layout, given, now),),
             )
     return Origin(str(folder))
 

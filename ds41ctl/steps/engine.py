@@ -111,8 +111,12 @@ def check_kernels(layout: Layout, environ: Mapping[str, str]) -> int | None:
 
 
 def verify(layout: Layout) -> list[str]:
-    """Every installed file against its RECORD, the manifest and the pins; [] when nothing differs."""
+    """Every installed file against its RECORD, the manifest and the pins (an image against its id); [] when nothing
+    differs."""
     tree = enginevenv.read_manifest(layout.engine_dir)
     if tree is None:
         raise NotFoundError(f"no engine in {layout.engine_dir}", hints=("ds41ctl engine install",))
+    if layout.profile.engine.kind == "container":
+        reached, text = engineimage.state(layout)
+        return [] if reached else [text]
     return enginevenv.outdated(layout, tree) + enginevenv.drift(layout, tree, every_file=True)

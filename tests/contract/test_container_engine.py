@@ -36,7 +36,7 @@ from ds41ctl.core.profile import BuildPatch
 from ds41ctl.core.settings import Settings
 from ds41ctl.steps import live, stop
 from ds41ctl.steps import serve as serving
-from ds41ctl.steps.engine import EngineInstall
+from ds41ctl.steps.engine import EngineInstall, verify
 from ds41ctl.steps.serve import Serve
 from ds41ctl.steps.watchdog import Watchdog
 from tests.facts.replay import machine
@@ -447,6 +447,7 @@ def test_an_image_is_built_from_the_pinned_commit_and_ends_under_the_profiles_na
     tree = enginevenv.read_manifest(pinned.engine_dir)
     assert tree is not None and runtime.images[image] == "sha256:" + tree["image_id"] != "sha256:" + "7" * 64
     assert EngineInstall(pinned, os.environ).check().reached
+    assert verify(pinned) == []
     # recorded, and judged from then on: another image under that name is no engine of ours
     runtime.play(images={**runtime.images, image: "sha256:" + "9" * 64})
     with pytest.raises(IntegrityError, match=r"is 999999999999, \w+ was installed"):
@@ -454,6 +455,7 @@ def test_an_image_is_built_from_the_pinned_commit_and_ends_under_the_profiles_na
     facts = ContainerFacts(runtime="docker", answers=True, image=image, image_id="sha256:" + "9" * 64)
     engine = probe._image(pinned, machine("cmp170hx-4x-ready").model_copy(update={"container": facts}))
     assert engine is not None and engine.drift
+    assert "was installed" in verify(pinned)[0]
     # made again, and without the repository: the commit was kept
     upstream.rename(upstream.with_name("gone"))
     installed(pinned, monkeypatch, GPUS, force=True)
