@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +24,12 @@ from ds41ctl.core.settings import Settings
 from ds41ctl.core.udiff import PatchError, apply
 from ds41ctl.steps.engine import EngineInstall, verify
 from tests.fakes import wheels as fake
+from tests.fakes.venvs import bare, quick_venv
+
+__all__ = ["bare", "quick_venv"]
 
 pytestmark = pytest.mark.timeout(180)
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One real venv with pip and its bytecode: making it is most of the time of a small install."""
-    target = tmp_path_factory.mktemp("bare") / "venv"
-    assert proc.run([sys.executable, "-m", "venv", str(target)], timeout=120).ok
-    site = next((target / "lib").glob("python3*/site-packages"))
-    proc.run([str(target / "bin" / "python"), "-m", "compileall", "-q", str(site)], timeout=120)
-    return target
-
-
-@pytest.fixture(autouse=True)
-def quick_venv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m venv` gives a copy of the bare one by hard links; everything else is as it is."""
-    if "installed_proven_and_whole" in request.node.name:
-        return  # that one test makes its venv as a user's install does
-    real = proc.stream
-
-    def stream(argv: Sequence[str], **options: Any) -> int:
-        if list(argv[1:3]) != ["-m", "venv"]:
-            return real(argv, **options)
-        source: Path = request.getfixturevalue("bare")
-        shutil.copytree(source, argv[-1], symlinks=True, copy_function=os.link)
-        return 0
-
-    monkeypatch.setattr(engineinstall.proc, "stream", stream)
 
 
 def silent(text: str, data: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import socket
-import struct
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -137,5 +136,4 @@ class _Handler(BaseHTTPRequestHandler):
         if cut is not None:
             self.wfile.flush()
             self.close_connection = True
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.shutdown(socket.SHUT_WR)
