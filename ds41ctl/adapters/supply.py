@@ -54,7 +54,8 @@ def demand_fit(layout: Layout, given: Supply) -> None:
         )
     if given.checkout is not None and not engine.build_revision:
         raise ConfigError(f"--checkout: the engine of {name} is not built from a repository")
-    if given.accept_sums and (not engine.wheel_sums or engine.wheel_sha256):
+    stated = engine.wheel_sums_sha256 not in ("", given.accept_sums)
+    if given.accept_sums and (not engine.wheel_sums or engine.wheel_sha256 or stated):
         raise ConfigError(f"--accept-sums: the engine of {name} is pinned by its profile, there is nothing to accept")
 
 

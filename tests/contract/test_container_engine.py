@@ -538,6 +538,21 @@ def test_no_hook_and_no_habit_of_this_users_git_has_a_say(
     assert runtime.images[where.profile.engine.image] == f"sha256:{digest}" and not marker.exists()
 
 
+def test_submodules_come_at_the_commits_that_the_tree_names(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch, upstream: Path, tmp_path: Path
+) -> None:
+    runtime.play(images={})
+    work = tmp_path / "upstream"
+    (work / "docker" / "build.sh").write_text("docker build -t sub:1 parts/docker\n")
+    git(work, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(upstream), "parts")
+    git(work, "commit", "-qam", "with a submodule")
+    bare = tmp_path / "with-submodule.git"
+    git(tmp_path, "clone", "-q", "--bare", str(work), str(bare))
+    installed(built_from(where, bare, git(work, "rev-parse", "HEAD")), monkeypatch, GPUS)
+    digest = hashlib.sha256(DOCKERFILE.encode()).hexdigest()
+    assert runtime.images[where.profile.engine.image] == f"sha256:{digest}"
+
+
 @pytest.fixture
 def recipe(tmp_path: Path, upstream: Path) -> dict[str, Any]:
     """Two patches of another repository at one of its commits."""

@@ -212,6 +212,8 @@ def test_a_digest_in_the_profile_needs_no_word_and_is_never_overruled(where: Lay
     other = pinned(where, wheel_sums_sha256="0" * 64, name="other")
     with pytest.raises(IntegrityError, match="the profile pins 0000"):
         release.wheel(other, Supply(accept_sums=sums_of(server)), silent)
+    with pytest.raises(ConfigError, match="nothing to accept"):
+        EngineInstall(told, os.environ, Supply(accept_sums="0" * 64)).check()
     digest = hashlib.sha256(server.assets[WHEEL]).hexdigest()
     single = pinned(where, wheel_sha256=digest, name="single")
     server.assets.pop("SHA256SUMS")
