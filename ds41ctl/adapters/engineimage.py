@@ -97,12 +97,12 @@ def install(
     found = containers.image_digest(layout)
     repo = str(given.checkout or engine.build_repo)
     before = enginevenv.read_manifest(layout.engine_dir)
-    again = force or given.checkout is not None or (before is not None and not _made_as_wanted(engine, before))
-    if engine.image_digest:
-        if not found or again:
-            found = _pull(layout, tool, progress)
-    elif not found or again:
-        found = _build(layout, tool, repo, environ, progress)
+    again = not found or force or given.checkout is not None
+    again = again or (before is not None and not _made_as_wanted(engine, before))
+    if again:
+        pulled = engine.image_digest != ""
+        found = _pull(layout, tool, progress) if pulled else _build(layout, tool, repo, environ, progress)
+    # two builds of one commit have two ids: what was just built is the one to record
     wrong = "" if again and not engine.image_digest else drift(layout, found)
     if wrong:
         raise IntegrityError(

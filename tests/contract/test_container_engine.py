@@ -456,6 +456,11 @@ def test_an_image_is_built_from_the_pinned_commit_and_ends_under_the_profiles_na
     engine = probe._image(pinned, machine("cmp170hx-4x-ready").model_copy(update={"container": facts}))
     assert engine is not None and engine.drift
     assert "was installed" in verify(pinned)[0]
+    # removed and built again it has another id, as images do, and that one is recorded
+    runtime.play(images={}, salt="later")
+    installed(pinned, monkeypatch, GPUS)
+    assert EngineInstall(pinned, os.environ).check().reached
+    assert enginevenv.read_manifest(pinned.engine_dir) != tree
     # made again, and without the repository: the commit was kept
     upstream.rename(upstream.with_name("gone"))
     installed(pinned, monkeypatch, GPUS, force=True)

@@ -68,7 +68,8 @@ elif args[:1] == ["tag"]:
     scene["images"][args[2]] = known[args[1]]
     (root / "scene.json").write_text(json.dumps(scene))
 elif args[:1] == ["build"]:
-    number = hashlib.sha256(Path(args[-1], "Dockerfile").read_bytes()).hexdigest()
+    text = Path(args[-1], "Dockerfile").read_text() + scene.get("salt", "")
+    number = hashlib.sha256(text.encode()).hexdigest()
     scene["images"][args[args.index("-t") + 1]] = "sha256:" + number
     (root / "scene.json").write_text(json.dumps(scene))
     print(f"naming to docker.io/library/{args[args.index('-t') + 1]}")
