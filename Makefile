@@ -43,11 +43,11 @@ lint: $(BIN)/.dev
 	$(BIN)/lint-imports
 
 PYTEST := $(BIN)/python -m pytest
-INSTALLS := tests/contract/test_engine_install.py
+INSTALLS := tests/contract/test_engine_install.py tests/contract/test_engine_release.py
 
 # three for two cores: many tests wait for a clock; worksteal: who is through takes over what others still have to do
 test-fast: $(BIN)/.dev
-	$(PYTEST) -n 3 --dist worksteal tests/unit tests/contract --ignore $(INSTALLS)
+	$(PYTEST) -n 3 --dist worksteal tests/unit tests/contract $(addprefix --ignore=,$(INSTALLS))
 
 # a death at every system call that matters, one process each; and installs with the real venv and pip
 test-crash: $(BIN)/.dev

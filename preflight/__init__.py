@@ -119,7 +119,7 @@ def not_checked(profile: Profile, facts: HostFacts, level: int = 1) -> list[str]
             left.append("NVML's topology against nvidia-smi's (nvidia-smi is not installed)")
         if profile.clocks.sm_mhz is None or facts.clock_permission == "":
             left.append("locks that somebody else set on the GPUs' clocks (the driver does not tell)")
-    if profile.engine.kind == "container":
+    if profile.engine.kind == "container" and (facts.container is None or facts.container.storage_free is None):
         left.append("room for the container image in the container runtime's own storage")
     if facts.memory.cgroup_limit == 0 and facts.system.container:
         left.append("limits that this container's host sets outside what the container can see")

@@ -7,7 +7,7 @@ from functools import partial
 
 from ds41ctl.core.facts import DiskFacts, HostFacts
 from ds41ctl.core.place import MEMORY_FILESYSTEMS
-from ds41ctl.core.profile import Profile
+from ds41ctl.core.profile import IMAGE_ROOM, Profile
 from preflight import need
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
 from preflight.text import GIB, as_root, size
@@ -145,10 +145,46 @@ def _check(role: str, title: str, prevents: str) -> Check:
     return Check(f"disk.{role}", title, 1, GROUP, prevents, partial(_judge, role))
 
 
+def image(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """Room in the container runtime's own storage for an image that is still to be pulled or built."""
+    engine, found = profile.engine, facts.container
+    if engine.kind != "container" or not engine.image_bytes:
+        return skip("no image, or none of a known size")
+    if facts.engine is not None and facts.engine.installed:
+        return skip("the image is there")
+    factor = IMAGE_ROOM if engine.build_revision else 1.0
+    need = round(engine.image_bytes * factor)
+    expected = f"{size(need)} free where the runtime keeps images"
+    if found is None or not found.answers:
+        return skip("the runtime does not answer: see toolchain.container")
+    if found.storage_free is None:
+        return unknown(
+            f"room in {found.storage or 'the storage of ' + found.runtime} is not known",
+            expected=expected,
+            fix=(f"{found.runtime} system df", f"df -h {found.storage}" if found.storage else f"{found.runtime} info"),
+        )
+    if found.storage_free < need:
+        return fail(
+            f"{found.storage} has {size(found.storage_free)} free, {size(need)} needed",
+            expected=expected,
+            found=f"{size(found.storage_free)} free",
+            fix=(f"{found.runtime} system df   # what images and build caches take", f"{found.runtime} builder prune"),
+        )
+    return ok(f"{size(found.storage_free)} free in {found.storage}", expected=expected, found=size(found.storage_free))
+
+
 CHECKS = (
     _check("data", "room for the pack", "a download of hours that ends with a full disk"),
     _check("engine", "room for the engine's venv", "an engine install that stops half way, or cannot be loaded"),
     _check("state", "room for logs and records", "an engine whose log stops, and runs that leave no record"),
     _check("store", "room in the memory filesystem of the Engram store", "a store build that ends with ENOSPC"),
     _check("tmp", "room for temporary files of the install", "pip failing in the middle of a wheel"),
+    Check(
+        "disk.image",
+        "room for a container's image",
+        1,
+        GROUP,
+        "an image build of 20 minutes that ends with a full disk",
+        image,
+    ),
 )

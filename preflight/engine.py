@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds41ctl.core.facts import HostFacts
+from ds41ctl.core.facts import EngineFacts, HostFacts
 from ds41ctl.core.profile import Profile
 from preflight.check import Check, Stage, Verdict, fail, ok, skip, unknown, warn
 from preflight.text import command, version
@@ -27,7 +27,7 @@ def installed(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
         versions = ", ".join(f"{name} {version}" for name, version in sorted(engine.versions.items()))
         return ok(versions or f"{engine.kind} in {engine.dir}", expected=expected, found="installed")
     if not engine.installed and stage == "up" and "DS41_PYTHON" not in engine.problem:
-        return skip(f"{engine.problem or 'not there yet'}: will be installed in {engine.dir}")
+        return _obtainable(profile, engine, expected)
     if engine.problem:
         fix = ("unset DS41_PYTHON", install) if "DS41_PYTHON" in engine.problem else (install,)
         return fail(
@@ -37,6 +37,29 @@ def installed(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
             fix=fix,
         )
     return fail(f"the engine is not in {engine.dir}", expected=expected, found="not installed", fix=(install,))
+
+
+def _obtainable(profile: Profile, engine: EngineFacts, expected: str) -> Verdict:
+    """An engine that cannot be had is found before the pack is downloaded for it."""
+    what = engine.problem or "not there yet"
+    if engine.origin_problem:
+        return fail(
+            f"the engine cannot be had: {engine.origin_problem}",
+            expected=expected,
+            found="not installed",
+            fix=engine.origin_fix,
+            why="the pack would be downloaded for hours for an engine that then cannot be installed",
+        )
+    if engine.origin:
+        return skip(f"{what}: will be installed from {engine.origin}")
+    pinned = profile.engine
+    if pinned.lock or pinned.image_digest:  # the profile alone says where everything comes from
+        return skip(f"{what}: will be installed in {engine.dir}")
+    return unknown(
+        "where the engine would come from was not looked at",
+        expected=expected,
+        fix=(command("engine install", profile),),
+    )
 
 
 def drift(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:

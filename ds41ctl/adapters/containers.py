@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -33,9 +34,12 @@ def inspect(image: str, tools: tuple[ToolFacts, ...], environ: Mapping[str, str]
         said = (info.stderr or info.stdout).strip().splitlines()
         why = "no answer in time" if info.timed_out else (said[-1] if said else f"exit status {info.returncode}")
         return ContainerFacts(runtime=tool.name, answers=False, problem=why[:200], specs=specs, image=image)
+    storage = _storage(info.stdout)
     return ContainerFacts(
         runtime=tool.name,
         answers=True,
+        storage=storage,
+        storage_free=_free(storage),
         cdi_enabled=_cdi_enabled(tool.name, info.stdout),
         specs=specs,
         image=image,
@@ -53,6 +57,53 @@ def _cdi_enabled(runtime: str, info: str) -> bool | None:
     except ValueError:
         return None
     return bool(tree.get("CDISpecDirs")) if isinstance(tree, dict) else None
+
+
+def _storage(info: str) -> str:
+    """Where docker (DockerRootDir) or podman (store.graphRoot) keeps images, '' when it does not say."""
+    try:
+        tree = json.loads(info)
+        found = tree.get("DockerRootDir") or (tree.get("store") or {}).get("graphRoot") or ""
+    except (ValueError, AttributeError):
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def _free(folder: str) -> int | None:
+    """Bytes free there; None for a folder that is not on this machine or may not be looked at."""
+    try:
+        stat = os.statvfs(folder)
+    except (OSError, ValueError):
+        return None
+    return stat.f_bavail * stat.f_frsize if folder else None
+
+
+def storage_free(tool: str) -> tuple[str, int | None]:
+    """(where the runtime keeps images, bytes free there or None)."""
+    done = proc.run([tool, "info", "--format", "{{json .}}"], timeout=TIMEOUT_S * 2)
+    folder = _storage(done.stdout) if done.ok else ""
+    return folder, _free(folder)
+
+
+def images(tool: str) -> dict[str, str]:
+    """Name (repository:tag) -> id of every named image. Raises UnsupportedError when the runtime does not answer."""
+    words = [tool, "image", "ls", "--no-trunc", "--format", "{{.Repository}}:{{.Tag}} {{.ID}}"]
+    done = proc.run(words, timeout=TIMEOUT_S * 6)
+    if not done.ok:
+        said = (done.stderr.strip().splitlines() or ["no answer in time"])[-1]
+        raise UnsupportedError(f"{tool} does not answer: {said[:200]}", hints=(f"{tool} info",))
+    rows = (line.split() for line in done.stdout.splitlines())
+    # podman puts `localhost/` before a name that was given without a registry
+    found = {row[0].removeprefix("localhost/"): row[1].removeprefix("sha256:") for row in rows if len(row) == 2}
+    return {name: id for name, id in found.items() if "<none>" not in name}
+
+
+def tag(tool: str, image: str, name: str) -> None:
+    """Give an image one more name. Raises UnsupportedError with the runtime's last words."""
+    done = proc.run([tool, "tag", image, name], timeout=TIMEOUT_S * 6)
+    if not done.ok:
+        said = (done.stderr.strip().splitlines() or ["no answer in time"])[-1]
+        raise UnsupportedError(f"{tool} tag {image} {name}: {said[:200]}")
 
 
 def _image_id(path: str, image: str, environ: Mapping[str, str] | None) -> str | None:

@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ds41ctl.adapters import deep, enginepython, enginevenv, files, generations, kernels, proc, series, wheels
+from ds41ctl.adapters import deep, enginepython, enginevenv, files, generations, kernels, proc, release, series, supply
 from ds41ctl.adapters.enginevenv import Progress
+from ds41ctl.adapters.supply import Supply
 from ds41ctl.core.errors import IntegrityError, NetworkError, NoSpaceError, UnsupportedError
 from ds41ctl.core.launch import INHERITED
 from ds41ctl.core.layout import Layout, default_python
@@ -36,12 +37,14 @@ _QUIET = ("install", "--no-deps", "--no-compile", "--only-binary=:all:", "--prog
 
 @dataclass(frozen=True)
 class Job:
-    """One install: where from, with what environment, told to whom. `folder`: wheels instead of an index."""
+    """One install: where from, with what environment, told to whom. `folder`: wheels instead of an index; `wheel`: the
+    release's, proven."""
 
     layout: Layout
     env: dict[str, str]
     progress: Progress
     folder: Path | None
+    wheel: Path | None = None
 
     @property
     def source(self) -> list[str]:
@@ -61,24 +64,28 @@ def pip_environment(environ: Mapping[str, str], from_folder: Path | None) -> dic
     return env | {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(from_folder)}
 
 
-def install(layout: Layout, environ: Mapping[str, str], progress: Progress, *, from_folder: Path | None = None) -> None:
+def install(layout: Layout, environ: Mapping[str, str], progress: Progress, given: Supply | None = None) -> None:
     """Install the profile's engine as a new generation, prove it, and use it; the one before stays until then.
 
-    Raises UnsupportedError, NetworkError, IntegrityError or NoSpaceError with pip's own last words; the engine in use
-    is untouched then.
+    What a release has to be asked for comes first. Raises UnsupportedError, NotFoundError, NetworkError, IntegrityError
+    or NoSpaceError, those of pip with its own last words; the engine in use is untouched then.
     """
     engine = layout.profile.engine
     _installable(layout)
+    given = given or Supply()
     python = enginepython.find(layout)
-    env = pip_environment(environ, from_folder)
-    job = Job(layout, env, progress, from_folder)
-    made_from = enginevenv.wanted(layout)
     for notice in engine.notices:
         progress(notice, {"note": True})
     previous = enginevenv.read_manifest(layout.engine_dir)
+    news = supply.is_news(layout, given)
+    clone = previous is not None and not news and only_plugin_changed(layout, previous, enginevenv.wanted(layout))
+    wheel = release.wheel(layout, given, progress) if engine.wheel and not clone else None
+    env = pip_environment(environ, given.folder)
+    job = Job(layout, env, progress, given.folder, wheel)
+    made_from = enginevenv.wanted(layout)  # after the wheel: a checksum file may have been accepted with it
     folder = generations.new(layout.engine_dir, hashlib.sha256(repr(sorted(made_from.items())).encode()).hexdigest())
     try:
-        if previous is not None and only_plugin_changed(layout, previous, made_from):
+        if clone:
             progress("ds41_engine and ds41_kernels beside the engine as it is", {})
             generations.clone(layout.engine_dir, folder)
         else:
@@ -150,7 +157,7 @@ def _packages(job: Job, folder: Path, python: str) -> None:
     if engine.system_packages:
         _see_venv(python, folder)
     pip = _pip_argv(folder)
-    if job.folder is None:
+    if job.folder is None and engine.lock:
         job.progress("pip with support for the lock's digests", {})
         _pip([*pip, "install", "--progress-bar=off", "pip>=25"], job, "updating pip")
     if engine.torch:
@@ -183,18 +190,10 @@ def _see_venv(python: str, folder: Path) -> None:
 
 def _engine_wheel(job: Job, pip: list[str]) -> None:
     """The release's wheel with what it depends on, and ninja: such an engine compiles at its first start."""
-    engine = job.layout.profile.engine
-    if job.folder is None:
-        raise UnsupportedError(
-            f"the wheel of {engine.name} is taken from a folder",
-            hints=(
-                f"get {engine.wheel} and {engine.wheel_sums or 'its checksum'} from {engine.wheel_url}",
-                f"ds41ctl engine install --profile {job.layout.name} --wheels FOLDER",
-            ),
-        )
-    wheel = wheels.engine_wheel(job.folder, engine)
+    engine, wheel = job.layout.profile.engine, job.wheel
+    assert wheel is not None  # noqa: S101 - got before the venv was made
     job.progress(wheel.name, {})
-    here = any(path.name.startswith("torch-") for path in job.folder.glob("*.whl"))
+    here = job.folder is not None and any(path.name.startswith("torch-") for path in job.folder.glob("*.whl"))
     # a folder that holds torch too is meant to hold everything; else the index and torch's own are asked
     source = job.source if here else (["--extra-index-url", engine.torch_index] if engine.torch_index else [])
     _pip([*pip, "install", "--no-compile", "--progress-bar=off", *source, str(wheel), "ninja"], job, engine.wheel)

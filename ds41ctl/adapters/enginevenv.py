@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ds41ctl.adapters import enginepython, files, kernels, series
+from ds41ctl.adapters import enginepython, files, kernels, series, supply
 from ds41ctl.core.errors import Ds41Error, IntegrityError
 from ds41ctl.core.facts import EngineFacts
 from ds41ctl.core.layout import Layout, default_python
@@ -54,7 +54,7 @@ def wanted(layout: Layout) -> dict[str, str]:
     engine = layout.profile.engine
     return {
         "lock_sha256": files.file_sha256(lock_path(layout)) if engine.lock else "",
-        "wheel": f"{engine.wheel} {engine.wheel_sha256 or engine.wheel_sums_sha256}".strip(),
+        "wheel": f"{engine.wheel} {supply.pin(layout)}".strip(),
         "series_sha256": series.digest(series.folder(engine.name)),
         "torch": engine.torch,
         "plugin_sha256": plugin_digest() if engine.plugin else "",
@@ -84,8 +84,13 @@ def outdated(layout: Layout, tree: dict[str, Any]) -> list[str]:
     return [
         f"{key.replace('_', ' ')}: installed from {_short(before.get(key))}, wanted {_short(value)}"
         for key, value in wanted(layout).items()
-        if before.get(key, "") != value
+        if before.get(key, "") != value and not (key == "wheel" and _unpinned(layout, str(before.get(key))))
     ]
+
+
+def _unpinned(layout: Layout, before: str) -> bool:
+    """The wheel has the wanted name, and what was accepted for it when it was installed is no longer remembered."""
+    return not supply.pin(layout) and before.split(" ")[0] == layout.profile.engine.wheel
 
 
 def drift(layout: Layout, tree: dict[str, Any], *, every_file: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Wheels from a folder: named right, of the right Python, and of the digest that the release's SHA256SUMS states."""
+"""Wheels: named right, of the right Python, and of the digest that a release's SHA256SUMS states."""
 
 from __future__ import annotations
 
@@ -16,61 +16,48 @@ _WHEEL = re.compile(
 
 
 def read_sums(path: Path) -> dict[str, str]:
+    """As parse_sums, of a file."""
+    return parse_sums(path.read_text(encoding="utf-8", errors="replace"), str(path))
+
+
+def parse_sums(text: str, where: str) -> dict[str, str]:
     """File name -> sha256 of a `sha256sum` file. Raises IntegrityError for any other line."""
     found: dict[str, str] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         match = _SUM.fullmatch(line.strip())
         if match is None:
             if line.strip():
-                raise IntegrityError(f"{path}: line {number} is no checksum: {line[:60]!r}")
+                raise IntegrityError(f"{where}: line {number} is no checksum: {line[:60]!r}")
             continue
         name = match[2].removeprefix("./")
         if found.get(name, match[1]) != match[1]:
-            raise IntegrityError(f"{path}: {name} has two checksums")
+            raise IntegrityError(f"{where}: {name} has two checksums")
         found[name] = match[1]
     return found
 
 
-def pinned_sums(folder: Path, engine: Engine) -> dict[str, str]:
-    """The release's checksum file, itself of the digest that the profile pins."""
-    path = folder / engine.wheel_sums
-    if not path.is_file():
-        raise NotFoundError(f"no {engine.wheel_sums} in {folder}", hints=(f"get it from {engine.wheel_url}",))
-    now = files.file_sha256(path)
-    if not engine.wheel_sums_sha256:
-        raise IntegrityError(
-            f"{path} has sha256 {now}, and the profile pins none: nothing says that it is the release's",
-            hints=("compare it with the release's page, then set engine.wheel_sums_sha256 in the profile",),
-        )
-    if now != engine.wheel_sums_sha256:
-        raise IntegrityError(
-            f"{path} is not the release's: sha256 {now[:12]}, {engine.wheel_sums_sha256[:12]} pinned",
-            hints=(f"get it again from {engine.wheel_url}",),
-        )
-    return read_sums(path)
+def entry(engine: Engine, sums: dict[str, str]) -> str:
+    """Digest of the engine's wheel. Raises IntegrityError when the checksum file does not name it."""
+    if engine.wheel not in sums:
+        raise IntegrityError(f"{engine.wheel_sums} names no {engine.wheel}")
+    return sums[engine.wheel]
 
 
-def engine_wheel(folder: Path, engine: Engine) -> Path:
-    """The engine's wheel, checked: its name, its Python tag, its digest. Raises NotFoundError or IntegrityError."""
-    path = folder / engine.wheel
+def demand_name(engine: Engine) -> None:
+    """Raise IntegrityError when the wheel's name is none, or says that it is for another Python."""
     match = _WHEEL.fullmatch(engine.wheel)
     if match is None:
         raise IntegrityError(f"{engine.wheel!r} is no wheel's name")
     tag = "cp" + engine.python.replace(".", "")
     if engine.python and tag not in match[3].split(".") and "py3" not in match[3].split("."):
         raise IntegrityError(f"{engine.wheel} is for {match[3]}, the profile's engine runs on Python {engine.python}")
+
+
+def checked(path: Path, sha256: str, hints: tuple[str, ...] = ()) -> Path:
+    """`path`, of that digest. Raises NotFoundError or IntegrityError."""
     if not path.is_file():
-        raise NotFoundError(f"no {engine.wheel} in {folder}", hints=(f"get it from {engine.wheel_url}",))
-    wanted = engine.wheel_sha256
-    if not wanted:
-        sums = pinned_sums(folder, engine)
-        if engine.wheel not in sums:
-            raise IntegrityError(f"{engine.wheel_sums} names no {engine.wheel}")
-        wanted = sums[engine.wheel]
+        raise NotFoundError(f"no {path.name} in {path.parent}", hints=hints)
     now = files.file_sha256(path)
-    if now != wanted:
-        raise IntegrityError(
-            f"{path} is not the pinned wheel: sha256 {now[:12]}, {wanted[:12]} expected",
-            hints=(f"get it again from {engine.wheel_url}",),
-        )
+    if now != sha256:
+        raise IntegrityError(f"{path} is not the pinned wheel: sha256 {now[:12]}, {sha256[:12]} expected", hints=hints)
     return path

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ds41ctl import cli
+from ds41ctl.adapters.supply import Supply
 from ds41ctl.cli import options, runs
 from ds41ctl.cli.app import group
 from ds41ctl.cli.session import load_settings, open_session
-from ds41ctl.core.errors import IntegrityError, NotFoundError
+from ds41ctl.core.errors import ConfigError, IntegrityError, NotFoundError
+from ds41ctl.core.masking import mask_text
 
 app = group("Install, verify or list engines.")
 
@@ -21,14 +24,9 @@ app = group("Install, verify or list engines.")
 def install(
     profile: options.ProfileOpt = None,
     force: Annotated[bool, typer.Option("--force", help="Install again even when nothing is wrong.")] = False,
-    wheels: Annotated[
-        Path | None,
-        typer.Option("--wheels", metavar="DIR", help="Take every package from this folder; no index is asked."),
-    ] = None,
-    checkout: Annotated[
-        Path | None,
-        typer.Option("--checkout", metavar="DIR", help="Build a container's image from this checkout at its pin."),
-    ] = None,
+    wheels: options.WheelsOpt = None,
+    checkout: options.CheckoutOpt = None,
+    accept_sums: options.AcceptSumsOpt = None,
     json: options.JsonOpt = False,
 ) -> None:
     """Install the profile's engine beside the one in use, prove it, use it; the one before stays for `rollback`."""
@@ -36,16 +34,8 @@ def install(
     from ds41ctl.steps.engine import EngineInstall
 
     session = open_session(profile)
-    for folder in (wheels, checkout):
-        if folder is not None and not folder.is_dir():
-            raise NotFoundError(f"no folder {folder}")
-    step = EngineInstall(
-        session.layout,
-        os.environ,
-        wheels=wheels.absolute() if wheels else None,
-        checkout=checkout.absolute() if checkout else None,
-        force=force,
-    )
+    given = supply_of(wheels, checkout, accept_sums)
+    step = EngineInstall(session.layout, os.environ, given, force=force)
     with runs.run(session, "engine install") as runner:
         runner.step(step, always=force or checkout is not None)
     cli.out.data(
@@ -54,6 +44,27 @@ def install(
             "manifest": enginevenv.manifest_digest(session.layout.engine_dir),
         }
     )
+
+
+def supply_of(wheels: str | None, checkout: str | None, accept_sums: str | None) -> Supply:
+    """What the three options mean. Raises NotFoundError for a folder that is not there, ConfigError for no digest."""
+    digest = (accept_sums or "").lower()
+    if digest and not re.fullmatch(r"[0-9a-f]{64}", digest):
+        raise ConfigError(f"--accept-sums {accept_sums}: expected the 64 digits of a sha256")
+    return Supply(_place(wheels, ("http", "https")), _place(checkout, ("http", "https", "ssh", "git", "file")), digest)
+
+
+def _place(text: str | None, schemes: tuple[str, ...]) -> Path | str | None:
+    """An address as it is, a folder by its absolute path."""
+    if text is None:
+        return None
+    if re.match(r"[a-z+]+://", text):
+        if not text.startswith(tuple(f"{scheme}://" for scheme in schemes)) or re.search(r"\s", text):
+            raise ConfigError(f"{mask_text(text)}: expected a folder, or an address of {', '.join(schemes)}")
+        return text
+    if not Path(text).is_dir():
+        raise NotFoundError(f"no folder {text}")
+    return Path(text).absolute()
 
 
 @app.command()

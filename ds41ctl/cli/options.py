@@ -31,3 +31,27 @@ SkipOpt = Annotated[
 DsparkOpt = Annotated[
     bool | None, typer.Option("--dspark/--no-dspark", help="Drafter on or off (default: the profile's).")
 ]
+WheelsOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--wheels",
+        metavar="DIR|URL",
+        help="Take every package of the engine from this folder, asking no index; or a release's files from a mirror.",
+    ),
+]
+CheckoutOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--checkout",
+        metavar="DIR|URL",
+        help="Build a container's image from the pinned commit in this repository instead of the profile's.",
+    ),
+]
+AcceptSumsOpt = Annotated[
+    str | None,
+    typer.Option(
+        "--accept-sums",
+        metavar="SHA256",
+        help="Once: the sha256 of the release's checksum file, after comparing it; it is remembered.",
+    ),
+]

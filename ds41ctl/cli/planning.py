@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from ds41ctl import cli
+from ds41ctl.adapters.supply import Supply
 from ds41ctl.cli.session import Session
 from ds41ctl.core.launch import Launch, as_shell, masked
 from ds41ctl.core.masking import mask_argv
@@ -28,7 +29,7 @@ def serve_step(session: Session) -> PlannedStep:
     )
 
 
-def up_plan(session: Session) -> Plan:
+def up_plan(session: Session, given: Supply) -> Plan:
     """Plan of `up`."""
     from ds41ctl.adapters import pack, packsize
 
@@ -48,13 +49,9 @@ def up_plan(session: Session) -> Plan:
         fetch = PlannedStep(step="fetch", what=what, writes=(str(layout.own_pins_dir),))
     steps = [
         PlannedStep(step="preflight", what="check this machine (ds41ctl preflight --list)"),
+        _engine(session, given),
         fetch,
         *_graft(session),
-        PlannedStep(
-            step="engine",
-            what=f"install {profile.engine.lock or profile.engine.wheel or profile.engine.image}",
-            writes=(str(layout.engine_dir),) if profile.engine.kind == "venv" else (),
-        ),
     ]
     if profile.engram.own_store:
         steps.append(_engram(session))
@@ -85,6 +82,25 @@ def plan_of_build(session: Session) -> Plan:
     profile = session.profile
     return Plan(
         command="engram build", profile=profile.name, profile_digest=profile.digest(), steps=(_engram(session),)
+    )
+
+
+def _engine(session: Session, given: Supply) -> PlannedStep:
+    from ds41ctl.adapters import supply
+
+    layout, engine = session.layout, session.profile.engine
+    origin = supply.look(layout, given)
+    where = f"from {origin.text}" if origin.text else f"which cannot be had yet: {origin.problem}"
+    writes = [layout.engine_dir] if engine.kind == "venv" else []
+    if engine.wheel and given.folder is None:
+        writes.append(supply.release_dir(layout))
+    if engine.build_revision:
+        writes.append(layout.dirs.cache / "sources")
+    return PlannedStep(
+        step="engine",
+        what=f"install {engine.lock or engine.wheel or engine.image} {where}",
+        writes=tuple(str(path) for path in writes),
+        bytes=engine.image_bytes or None,
     )
 
 

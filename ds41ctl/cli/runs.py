@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ds41ctl import cli
 from ds41ctl.adapters.journal import Journal
+from ds41ctl.adapters.supply import Supply
 from ds41ctl.cli import live
 from ds41ctl.cli.session import Session
 from ds41ctl.core.errors import Ds41Error
@@ -59,8 +60,10 @@ class Preflight:
         strict: bool = False,
         level: int = 1,
         skip: tuple[str, ...] = (),
+        given: Supply | None = None,
     ) -> None:
         self.session, self.stage, self.strict, self.level, self.skip = session, stage, strict, level, skip
+        self.given = given
         self.findings: list[Finding] = []
 
     def judge(self, on_finding: Callable[[Finding], None], progress: Progress) -> Goal:
@@ -68,7 +71,7 @@ class Preflight:
         import preflight
         from ds41ctl.adapters.probe import probe
 
-        facts = probe(self.session.layout)
+        facts = probe(self.session.layout, self.given)
         self.findings = preflight.run(
             self.session.profile,
             facts,

@@ -11,6 +11,7 @@ import typer
 from ds41ctl import cli
 from ds41ctl.cli import clocks, options, runs
 from ds41ctl.cli.app import group
+from ds41ctl.cli.engine import supply_of
 from ds41ctl.cli.planning import print_plan, up_plan
 from ds41ctl.cli.session import Session, open_session
 from ds41ctl.core.exits import Exit
@@ -27,11 +28,15 @@ def up(
     dspark: options.DsparkOpt = None,
     strict: options.StrictOpt = False,
     skip_check: options.SkipOpt = None,
+    wheels: options.WheelsOpt = None,
+    checkout: options.CheckoutOpt = None,
+    accept_sums: options.AcceptSumsOpt = None,
     dry_run: options.DryRunOpt = False,
     json: options.JsonOpt = False,
 ) -> None:
-    """Preflight, fetch, engine, engram, serve, smoke; each step that is already reached says so."""
+    """Preflight, engine, fetch, engram, serve, smoke; each step that is already reached says so."""
     from ds41ctl.adapters.hub import Hub
+    from ds41ctl.adapters.supply import demand_fit
     from ds41ctl.steps.engine import EngineInstall
     from ds41ctl.steps.engram import EngramBuild
     from ds41ctl.steps.fetch import Fetch
@@ -39,17 +44,22 @@ def up(
     from ds41ctl.steps.serve import Serve
 
     session = open_session(profile, port=port, dspark=dspark)
+    given = supply_of(wheels, checkout, accept_sums)
+    demand_fit(session.layout, given)
     if dry_run:
-        print_plan(up_plan(session))
+        print_plan(up_plan(session, given))
         return
     layout = session.layout
     cli.out.line(heading("up", session))
     with runs.run(session, "up") as runner:
-        runs.demand(runner, runs.Preflight(session, stage="up", strict=strict, skip=tuple(skip_check or ())))
+        runs.demand(
+            runner, runs.Preflight(session, stage="up", strict=strict, skip=tuple(skip_check or ()), given=given)
+        )
+        # before the pack: what may be refused (a digest, a wheel, a build) comes before what takes hours
+        runner.step(EngineInstall(layout, os.environ, given))
         runner.step(Fetch(layout, hub=lambda: Hub.of_environment(xet=session.resolved.settings.xet)))
         if session.profile.model.graft is not None:
             runner.step(GraftPack(layout))
-        runner.step(EngineInstall(layout, os.environ))
         if not session.profile.engram.own_store:
             runner.skip("engram", "this profile keeps no store")
         else:

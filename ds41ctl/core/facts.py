@@ -193,6 +193,8 @@ class ContainerFacts(_Facts):
     specs: tuple[CdiSpec, ...] | None = None
     image: str = ""
     image_id: str | None = Field(None, description="'' when the image is not there")
+    storage: str = Field("", description="where the runtime keeps images, '' when it does not say")
+    storage_free: int | None = Field(None, description="bytes free there; None: not on this machine, or not allowed")
     names: tuple[str, ...] | None = Field(None, description="containers that exist, running or not")
 
 
@@ -350,6 +352,7 @@ class EngineFacts(_Facts):
     was made from differs from what the profile wants now (an upgrade).
 
     `maker` is the Python that its venv would be made with, asked while there is none; else `maker_problem` and its fix.
+    `origin` is where it would come from, asked while there is none; else `origin_problem` and its fix.
     """
 
     dir: str
@@ -364,6 +367,9 @@ class EngineFacts(_Facts):
     maker: str = ""
     maker_problem: str = ""
     maker_fix: tuple[str, ...] = ()
+    origin: str = ""
+    origin_problem: str = ""
+    origin_fix: tuple[str, ...] = ()
 
 
 class RunningFacts(_Facts):

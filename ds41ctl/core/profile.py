@@ -21,12 +21,16 @@ from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.nearest import nearest
 
 PROFILE_SCHEMA = 1
+IMAGE_ROOM = 2.0  # policy: an image that is built here needs its own size and as much again for layers and their cache
 
 # pydantic's regular expressions are Rust's: `$` is the end of the text and does not accept a trailing newline
 Revision = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Digest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 Version = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)+$")]
+FileName = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z_][0-9A-Za-z_.+-]*$")]
+WebAddress = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/@?#]+(/[^\s?#]*)?$")]
+Repository = Annotated[str, StringConstraints(pattern=r"^((https?|ssh|git|file)://\S+|/\S+)$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 GpuIndex = Annotated[int, Field(ge=0, le=63)]
 Gib = Annotated[float, Field(gt=0, le=4096)]
@@ -159,6 +163,17 @@ class GpuKernels(_Model):
     )
 
 
+class BuildPatch(_Model):
+    """A patch put on an image's source before it is built, as one commit of a repository holds it."""
+
+    repo: Repository
+    revision: Revision = Field(description="the commit names the patch's bytes")
+    path: str = Field(
+        min_length=1, description="file below the repository, or a pattern (*): all matches in their order"
+    )
+    sha256: Sha256 | Literal[""] = Field("", description="digest of the one file that `path` names")
+
+
 class Engine(_Model):
     """The pinned engine."""
 
@@ -176,15 +191,25 @@ class Engine(_Model):
     plugin: bool = Field(False, description="venv: install ds41_engine into it")
     gpu_kernels: GpuKernels | None = Field(None, description="venv: EXL3 kernels of ours to compile for the card")
     wheel: str = Field("", description="venv: file name of the engine wheel when it is not in the lock")
-    wheel_url: str = ""
+    wheel_url: str = Field("", description="the release's page, for people")
+    wheel_assets: WebAddress | Literal[""] = Field(
+        "", description="venv: address below which the release's files lie, `wheel` and `wheel_sums` among them"
+    )
     wheel_sha256: Sha256 | Literal[""] = ""
-    wheel_sums: str = Field("", description="venv: checksum file of the release whose entry pins the wheel")
-    wheel_sums_sha256: Sha256 | Literal[""] = Field("", description="venv: digest of that checksum file")
+    wheel_sums: FileName | Literal[""] = Field(
+        "", description="venv: checksum file of the release whose entry pins the wheel"
+    )
+    wheel_sums_sha256: Sha256 | Literal[""] = Field(
+        "", description="venv: digest of that checksum file; empty: asked once, with --accept-sums"
+    )
     cuda: Version | Literal[""] = Field("", description="CUDA the engine is built for, for example 12.8")
     image: str = Field("", description="container: image reference")
     image_digest: Digest | Literal[""] = Field("", description="container: sha256:... when the image is published")
     build: str = Field("", description="container: how the image is made when it is not published")
+    build_repo: Repository | Literal[""] = Field("", description="container: repository that commit is fetched from")
     build_revision: Revision | Literal[""] = Field("", description="container: commit the image is built from")
+    build_patches: tuple[BuildPatch, ...] = Field((), description="container: put on that commit before the build")
+    image_bytes: int = Field(0, ge=0, le=1 << 42, description="container: size of the image, bytes; 0: not known")
     notices: tuple[str, ...] = ()
 
 
@@ -476,6 +501,10 @@ def _pin_faults(engine: dict[str, Any]) -> list[str]:
             faults.append("engine.image: is missing for a container engine")
         elif not (engine.get("image_digest") or engine.get("build_revision")):
             faults.append("engine.image: nothing pins it; give image_digest, or build_revision (a full commit)")
+    patches = engine.get("build_patches") or ()
+    for number, patch in enumerate(patches if isinstance(patches, list | tuple) else ()):
+        if isinstance(patch, dict) and patch.get("sha256") and "*" in str(patch.get("path")):
+            faults.append(f"engine.build_patches.{number}.sha256: one digest for a pattern; name one file")
     return faults
 
 

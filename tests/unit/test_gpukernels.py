@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ds41ctl.adapters import enginevenv, gpukernels, profiles
+from ds41ctl.adapters.supply import Supply
 from ds41ctl.core.errors import IntegrityError, NetworkError, UnsupportedError
 from ds41ctl.core.facts import EngineFacts
 from ds41ctl.core.layout import Layout
@@ -102,7 +103,7 @@ def test_a_folder_of_wheels_is_all_that_the_compiler_comes_from(
     seen: list[dict[str, str]] = []
     monkeypatch.setattr(gpukernels, "build", lambda cache, capability, python, env, *_, **chosen: seen.append(env))
     shell = {"PATH": "/bin", "PYTHONPATH": "/elsewhere", "PIP_INDEX_URL": "https://index", "PIP_FIND_LINKS": "/other"}
-    engine.EngineInstall(volta, shell, wheels=tmp_path).do(silent)
+    engine.EngineInstall(volta, shell, Supply(wheels=tmp_path)).do(silent)
     (env,) = seen
     assert env["PIP_NO_INDEX"] == "1" and env["PIP_FIND_LINKS"] == str(tmp_path)
     assert not {"PYTHONPATH", "PIP_INDEX_URL"} & set(env)

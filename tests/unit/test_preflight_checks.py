@@ -8,6 +8,7 @@ import preflight
 from ds41ctl.adapters import profiles
 from ds41ctl.core.facts import (
     DiskFacts,
+    EngineFacts,
     GpuFacts,
     HostFacts,
     HugePagePool,
@@ -748,6 +749,42 @@ def test_an_interrupted_install_is_repeated_by_up(tiny: Profile, ready: HostFact
     facts = changed(ready, "engine", installed=False, problem="an install was interrupted")
     assert ask("engine.installed", tiny, facts, "up").status == Status.SKIP
     assert ask("engine.installed", tiny, facts, "serve").status == Status.FAIL
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "up"),
+    [
+        ("cpu-tiny", {}, "skip"),  # the lock says everything
+        ("v100-pp2tp4", {}, "unknown"),  # nobody looked whether a release was accepted
+        ("v100-pp2tp4", {"origin": "https://host/x.whl"}, "skip"),
+        ("v100-pp2tp4", {"origin_problem": "needs --accept-sums", "origin_fix": ("ds41ctl engine install",)}, "fail"),
+        ("cmp170hx-tp4", {"origin_problem": "git is not installed", "origin_fix": ("apt-get install -y git",)}, "fail"),
+    ],
+)
+def test_an_engine_that_cannot_be_had_fails_before_the_pack_is_downloaded(
+    name: str, engine: dict[str, object], up: str
+) -> None:
+    facts = changed(machine("v100-8x-fetching"), engine=EngineFacts(dir="/engines/x").model_copy(update=engine))
+    finding = ask("engine.installed", profile(name), facts, "up")
+    assert finding.status == up
+    if up == "fail":
+        assert str(engine["origin_problem"]) in finding.summary and finding.fix == engine["origin_fix"]
+    if "origin" in engine:
+        assert "https://host/x.whl" in finding.summary
+    assert ask("engine.installed", profile(name), facts, "serve").status == Status.FAIL
+
+
+def test_room_for_an_image_is_judged_where_the_runtime_keeps_it() -> None:
+    asked, facts = profile("cmp170hx-tp4"), machine("cmp170hx-4x-no-image")
+    assert ask("disk.image", asked, facts).status == Status.OK
+    need = 2 * 17_800_000_000
+    finding = ask("disk.image", asked, changed(facts, "container", storage_free=need - 1))
+    assert finding.status == Status.FAIL and "/var/lib/docker" in finding.summary
+    assert ask("disk.image", asked, changed(facts, "container", storage_free=need)).status == Status.OK
+    assert ask("disk.image", asked, changed(facts, "container", storage_free=None)).status == Status.UNKNOWN
+    assert ask("disk.image", asked, changed(facts, "engine", installed=True)).status == Status.SKIP
+    told = preflight.not_checked(asked, facts), preflight.not_checked(asked, changed(facts, container=None))
+    assert ["image" in " ".join(lines) for lines in told] == [False, True]
 
 
 def test_an_interpreter_of_ones_own_that_is_not_there_fails_at_once(tiny: Profile, ready: HostFacts) -> None:

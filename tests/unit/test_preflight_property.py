@@ -79,6 +79,7 @@ RESTS_ON = {
     "memory.hugetlb_limits": {"host.hugetlb-limit"},
     "memory.shmem_thp": {"host.huge-tmpfs"},
     "container": {"toolchain.container", "toolchain.cdi", "toolchain.cdi-paths"},
+    "container.storage_free": {"disk.image"},
     "container.specs": {"toolchain.cdi", "toolchain.cdi-paths"},
     "caches": {"toolchain.jit-locks", "toolchain.peer-cache"},
     "others": {"engine.others"},

@@ -25,6 +25,7 @@ def test_only_takes_an_id_or_a_domain() -> None:
         "disk.state",
         "disk.store",
         "disk.tmp",
+        "disk.image",
         "net.port",
     ]
 
