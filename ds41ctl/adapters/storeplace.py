@@ -304,6 +304,13 @@ def _mounted(layout: Layout, kind: Kind, tables: Tables) -> Place:
     if store.of_shards(layout) or (layout.own_store_dir and kind.storage == "hugetlb"):
         home = store.own_home(layout)  # see store; and hugetlbfs has no write(2)
     is_root = os.getuid() == 0
+    size = mount_size(layout, kind, tables)
+    if size < total_bytes(tables, 1):
+        raise NoSpaceError(
+            f"engram.size_gib is {layout.profile.engram.size_gib:g}, the Engram tables need {total_bytes(tables, 1)} "
+            "bytes",
+            hints=(f"a larger engram.size_gib in profile {layout.name}, or none: the tables' sizes are known",),
+        )
     wanted = []
     if kind.storage == "hugetlb":
         for node, count in node_pages(tables, kind.page_bytes).items():
@@ -331,7 +338,7 @@ def _mounted(layout: Layout, kind: Kind, tables: Tables) -> Place:
         ledger = replace(ledger, reservations=tuple(wanted))
         write_ledger(layout, ledger)
     reason = ""
-    for options in mount_options(kind, mount_size(layout, kind, tables), layout.dirs.uid, folder_mode(layout)):
+    for options in mount_options(kind, size, layout.dirs.uid, folder_mode(layout)):
         done = proc.run(mount_argv(kind, options, rows, root=is_root), timeout=30)
         if done.ok:
             return Place(home, rows, kind)

@@ -205,6 +205,16 @@ def test_the_users_own_tmpfs_is_used_as_it_is_and_refused_when_too_small(
         folder.rmdir()
 
 
+def test_a_size_that_does_not_hold_the_tables_is_refused_before_anything_is_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proc, "may_mount", lambda: True)
+    it, _ = chosen(tmp_path, size_gib=0.0001)
+    with pytest.raises(NoSpaceError, match=r"engram\.size_gib is 0\.0001, the Engram tables need 116688 bytes"):
+        storebuild.build(it, write_pack(tmp_path / "pack"), quiet)
+    assert not it.store_dirs[0].parent.exists()
+
+
 def test_the_plan_shows_folder_and_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proc, "may_mount", lambda: True)
     dirs = Dirs(tmp_path / "data", tmp_path / "state", tmp_path / "cache", tmp_path / "run", 1000)
