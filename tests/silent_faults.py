@@ -34,13 +34,13 @@ class SilentFault:
     find: Callable[[], Finding]
 
 
-def served(test: str, intent: str, quirk: Quirk, **smoke_values: Any) -> Callable[[], Finding]:
+def served(test: str, intent: str, quirk: Quirk, **values: Any) -> Callable[[], Finding]:
     """A scripted server with one fault, asked by one smoke test."""
 
     def find() -> Finding:
         with ScriptedServer(FakeEngine(CANARIES, quirks={intent: quirk})) as server:
             client = EngineClient(server.url)
-            return smoke.run(client, CANARIES, least_profile(**smoke_values), only=(test,), deadline_s=20)[0]
+            return smoke.run(client, CANARIES, least_profile(**values), only=(test,), deadline_s=20)[0]
 
     return find
 
@@ -252,7 +252,7 @@ MATRIX: tuple[SilentFault, ...] = (
         "a decode rate far below the profile's",
         "smoke.decode",
         "CUDA graphs off",
-        served("smoke.decode", "decode", but(pause=0.02), decode_tps_expected=500.0),
+        served("smoke.decode", "decode", but(pause=0.02), bench={"published": {"decode.code.c1": 500.0}}),
     ),
     SilentFault(
         "health 200 on a dead engine",
