@@ -210,7 +210,7 @@ _FRENCH = _Grammar(
         "{time}, {other} revint avec {thing} : l'objet était {quality}.",
         "« Est-ce donc vrai, demanda {other} : {reason} ? »",
         "Ni {hero} ni {other} n'étaient allés {place} {time}.",
-        "Le plus étrange, c'est que {thing} resta {place} pendant {number} ans.",
+        "Le plus étrange : {thing} resta {place} pendant {number} ans.",
         "La règle était simple : quiconque arrivait en retard devait s'expliquer, et {hero} {act}.",
         "« Encore {number} pas à gauche, dit {hero}, et vous le verrez : {view}. »",
     ),
