@@ -132,6 +132,17 @@ def window_size(profile: Profile, wanted: int | None, argv: tuple[str, ...] = ()
     return wanted or most
 
 
+def require_room(profile: Profile, reference: Reference, argv: tuple[str, ...] = ()) -> None:
+    """The windows of `reference` may be asked for. Raises NoRoomError, ConfigError for windows over the limit."""
+    longest, allowed = max(len(window.ids) for window in reference.windows), logprobs.window(profile, argv)
+    if longest > allowed:
+        raise ConfigError(
+            f"the reference has windows of {longest} tokens, this profile allows {allowed} "
+            "(prompt_logprobs of long prompts run out of memory)",
+            hints=("record it anew with this profile: ds41ctl smoke --record FILE",),
+        )
+
+
 def again(
     client: EngineClient,
     profile: Profile,
@@ -144,13 +155,7 @@ def again(
 
     Raises HttpFault, NoRoomError before anything is sent, ConfigError for windows over the limit.
     """
-    longest, allowed = max(len(window.ids) for window in reference.windows), logprobs.window(profile, argv)
-    if longest > allowed:
-        raise ConfigError(
-            f"the reference has windows of {longest} tokens, this profile allows {allowed} "
-            "(prompt_logprobs of long prompts run out of memory)",
-            hints=("record it anew with this profile: ds41ctl smoke --record FILE",),
-        )
+    require_room(profile, reference, argv)
     found = []
     for number, window in enumerate(reference.windows):
         progress(f"window {number + 1} of {len(reference.windows)} ({window.set})")

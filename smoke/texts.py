@@ -201,7 +201,7 @@ _FRENCH = _Grammar(
         "Bien que ce fût difficile, {hero} porta {thing} jusqu'à la maison, {place}.",
         "Il fallut {number} jours avant que tout fût prêt ; alors {hero} {act}.",
         "{detail}",
-        "Ce que {hero} avait pris pour {thing} était {quality} et se trouvait {place} depuis {year}.",
+        "{hero} reconnut {thing} : l'objet, {quality}, se trouvait {place} depuis {year}.",
         "{other} prétendait le contraire : {view}. Mais {hero} {act} tout de même.",
         "En {year}, la même chose était arrivée {place} : {other} {act}, et {reason}.",
         "{hero} ne répondit pas. {detail}",

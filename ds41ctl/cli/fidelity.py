@@ -53,6 +53,8 @@ def measure(session: Session, wanted: Wanted) -> None:
         profile, wanted.window_tokens or min(fidelity.SEED_WINDOW, logprobs.window(profile, argv)), argv
     )
     old = _reference(wanted.reference)
+    if old is not None:
+        fidelity.require_room(profile, old, argv)
     sets = _sets(wanted, size)
     step = _restart(session) if wanted.restart else None
     if step is not None:

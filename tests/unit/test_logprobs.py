@@ -141,6 +141,20 @@ def test_every_command_that_would_ask_ends_with_three_and_leaves_the_engine_alon
     assert engine.asked == [] and not (tmp_path / "new.json").exists()
 
 
+def test_windows_longer_than_the_room_are_refused_before_the_first_copy(
+    fragile: tuple[Fragile, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, url = fragile
+    monkeypatch.setenv("DS41_PROFILE", str(PROFILES / "cmp170hx-tp4.toml"))
+    monkeypatch.setenv("DS41_PORT", url.rpartition(":")[2])
+    long = Window(set="x", ids=tuple(range(1024)), logprobs=(-1.0,) * 1023, top=((),) * 1023)
+    (tmp_path / "a.json").write_bytes(fidelity.dump(Reference(schema=1, provenance={}, windows=(long,))))
+    code, document = cli("gate", "fidelity", str(tmp_path / "a.json"))
+    assert code == 2 and "windows of 1024 tokens, this profile allows 512" in document["error"]["message"]
+    code, document = cli("gate", "fidelity", "--window-tokens", "1024")
+    assert code == 2 and document["error"]["hints"] == ["--window-tokens 512"] and engine.asked == []
+
+
 def test_an_engine_with_room_is_asked(fragile: tuple[Fragile, str]) -> None:
     engine, url = fragile
     with pytest.raises(Exception, match="out of memory"):
