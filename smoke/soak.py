@@ -142,7 +142,7 @@ def wave_tokens(profile: Profile, wanted: int) -> int:
             f"{profile.serve.max_model_len}",
             hints=(f"--prompt-tokens {most}",),
         )
-    return wanted or session_tokens(profile)
+    return wanted or min(session_tokens(profile), most)
 
 
 Record = Callable[[Event], None]

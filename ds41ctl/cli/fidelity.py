@@ -89,6 +89,10 @@ def measure(session: Session, wanted: Wanted) -> None:
     if old is None:
         now = fidelity.record(client, profile, sets, provenance, progress, windows=wanted.windows, size=size, argv=argv)
         show(fidelity.perplexities(now))
+        for name in sets:
+            got = sum(window.set == name for window in now.windows)
+            if got < wanted.windows:
+                cli.out.note(f"note: {name} gives {got} windows of {size} tokens, {wanted.windows} were asked for")
     else:
         now = fidelity.again(client, profile, old, progress, argv=argv)
         show(fidelity.judge(old, now, profile))

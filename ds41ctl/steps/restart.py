@@ -63,7 +63,7 @@ class Restart:
         record = self.refuse()
         interrupt: BaseException | None = None
         with files.locked(self.layout.serve_lock, f"restarting {self.layout.name}"):
-            progress(f"stopping pid {record.pid}", {})
+            progress(f"ending pid {record.pid}", {"note": True})
             try:
                 stop.end(self.layout, record)
             except Ds41Error:
