@@ -293,7 +293,8 @@ def _counted(outcomes: Sequence[str], what: str, why: str, *fix: str) -> Callabl
 
 def _canaries(name: str, case: _Case) -> Finding:
     expected = "every canary of every round right"
-    asked = [item for item in case.trace.canaries if item.status != "skip"]
+    # the drafter's has a criterion of its own
+    asked = [item for item in case.trace.canaries if item.status != "skip" and item.id != drafter.TEST]
     if not asked:
         return _unknown(name, "no canary was asked", expected)
     wrong = [item for item in asked if item.status == "fail"]

@@ -75,8 +75,8 @@ def measure(session: Session, wanted: Wanted) -> None:
     trained = profile.smoke.canaries != "random"
     lists = copylists.lists_of(canaries, trained, wanted.lists, secrets.randbits(32))
     copied = copylists.ask(client, profile, canaries, lists, wanted.passes, progress)
-    show(copylists.findings(copied, drafter=live.drafter(session) is not False and profile.drafter))
     known = live.look(session, None)
+    show(copylists.findings(copied, drafter=profile.drafter if known.drafter is None else known.drafter))
     provenance = {
         "recorded": datetime.now(UTC).isoformat(timespec="seconds"),
         "ds41ctl": __version__,
@@ -167,8 +167,11 @@ def _restart(session: Session) -> Restart:
 def _run(session: Session, step: Restart) -> None:
     """The restart as a run of its own, with the clocks held again."""
     with runs.run(session, "gate fidelity") as runner:
-        runner.step(step)
-        clocks.hold(runner, session, strict=False)
+        try:
+            runner.step(step)
+        finally:
+            if step.check().reached:  # an interrupt is heard once it serves again: at its clocks as well
+                clocks.hold(runner, session, strict=False)
 
 
 def _sentence(findings: list[Finding], wanted: Wanted, old: Reference | None) -> str:

@@ -94,11 +94,12 @@ def trace(script: Script, **changes: Any) -> Trace:
     if s.canaries:
         for minute in range(5, int(s.seconds / MINUTE) + 1, 5):
             for name in ("smoke.arithmetic", "smoke.tool-call", "smoke.copy", "smoke.repeat"):
-                status: Any = s.canary(minute * MINUTE, name)
-                events.append(Canary(at=minute * MINUTE - 20, id=name, status=status, text="`found`"))
+                found: Any = s.canary(minute * MINUTE, name)
+                events.append(Canary(at=minute * MINUTE - 20, id=name, status=found, text="`found`"))
             if s.first is not None:
-                asked = {"id": "smoke.drafter", "drafts": 200.0, "first_accepted": 200.0 * s.first}
-                events.append(Canary(at=minute * MINUTE - 18, status="ok", text="x", **asked))
+                asked: dict[str, Any] = {"id": "smoke.drafter", "drafts": 200.0, "first_accepted": 200.0 * s.first}
+                status = "fail" if s.first < 0.7 else "ok"
+                events.append(Canary(at=minute * MINUTE - 18, status=status, text="x", **asked))
             drained = minute * MINUTE - 15
             rest = s.left_running(drained)
             events.append(
