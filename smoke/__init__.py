@@ -15,6 +15,7 @@ from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.finding import Finding, Status
 from ds41ctl.core.nearest import nearest
 from ds41ctl.core.profile import Profile
+from smoke import drafter as drafter_probe
 from smoke import probes, probes_wide
 from smoke.canaries import Canaries
 from smoke.probes import LEVELS, Level, OutOfTimeError, Session
@@ -68,7 +69,7 @@ TESTS: tuple[SmokeTest, ...] = (
         "smoke.images",
         "two pictures are told apart, and the answer needs the picture",
         probes.images,
-        "six pictures",
+        "six pictures, and the prompt tokens of a large one",
     ),
     SmokeTest(
         "smoke.images-many",
@@ -85,9 +86,15 @@ TESTS: tuple[SmokeTest, ...] = (
     ),
     SmokeTest(
         "smoke.decode",
-        "streamed tok/s by the server's token count, against the profile's figure",
+        "streamed tok/s by the server's token count, against the figure for such text and drafter setting",
         probes.decode,
         "median of three runs of 128 tokens",
+    ),
+    SmokeTest(
+        "smoke.drafter",
+        "first drafts are accepted from the first steps of a chat on",
+        drafter_probe.drafter,
+        level="full",
     ),
     SmokeTest("smoke.stop", "a stop text ends the answer before it", probes_wide.stop, level="full"),
     SmokeTest(
@@ -118,17 +125,20 @@ def run(
     on_finding: Callable[[Finding], None] | None = None,
     deadline_s: float | None = None,
     spent: list[int] | None = None,
+    drafter: bool | None = None,
 ) -> list[Finding]:
     """Run the tests against the engine at `target` and return their findings, in the order of TESTS.
 
     `only` names tests by id, with or without `smoke.`; `on_finding` is called after each. The run ends within
     `deadline_s` seconds (default DEADLINE_S[level]) plus a moment; tests it did not reach are unknown. After
     a failed smoke.health, or once the engine no longer answers, the rest is unknown too. `spent` gets the number
-    of tokens of every answer. Raises ConfigError for a name that is no test.
+    of tokens of every answer; `drafter`: the engine was started with one (None: nobody knows). Raises ConfigError for a
+    name that is no test.
     """
     chosen = _chosen(only, level)
     limit = DEADLINE_S[level] if deadline_s is None else deadline_s
-    session = Session(target, canaries, profile, level, time.monotonic() + limit, spent if spent is not None else [])
+    counted = spent if spent is not None else []
+    session = Session(target, canaries, profile, level, time.monotonic() + limit, counted, drafter)
     findings: list[Finding] = []
     blocked = ""
     for test in chosen:

@@ -23,12 +23,12 @@ from ds41ctl.adapters.running import Running
 from ds41ctl.core.errors import Ds41Error
 from ds41ctl.core.exits import Exit
 from ds41ctl.core.profile import Profile
-from smoke import stats
+from smoke import stats, texts
 from smoke.load import Bounds, Load, Reading
-from smoke.prompts import Prompts
+from smoke.prompts import CHARS_MAX, Prompts
 
 SUITES = ("structured", "code", "prose")
-PARTS = ("decode", "prefill", "during-prefill")
+PARTS = ("decode", "context", "prefill", "during-prefill")
 LENGTH_ROOM = 1.03  # texts are made a little longer than wanted, since a token's length varies with the words
 LENGTH_MIN = 0.97  # of the prompt length asked for, in tokens the server counted
 SHORT_MAX = 2  # texts too short for their point that are measured again
@@ -51,7 +51,8 @@ class ContaminatedError(Ds41Error):
 
 @dataclass(frozen=True)
 class Target:
-    """The engine. `drift`: what differs from the profile; every number carries it as a mark."""
+    """The engine. `drift`: what differs from the profile; every number carries it as a mark. `texts`: (name, text) of
+    the prompts of prefill.texts, one a length; generated ones when there are none."""
 
     url: str
     profile: Profile
@@ -60,12 +61,13 @@ class Target:
     drift: tuple[str, ...] = ()
     confirmed: bool = False
     key: str | None = field(default=None, repr=False)
+    texts: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured point. `value` in `unit` (None: `note` says why there is none); `detail` holds further figures in
-    seconds, tokens or shares; `marks` what makes the number not comparable."""
+    """One measured point. `value` in `unit` (None: `note` says why there is none, else with what); `detail` holds
+    further figures in seconds, tokens or shares; `marks` what makes the number not comparable."""
 
     name: str
     value: float | None
@@ -123,10 +125,18 @@ class _Bench:
                     for streams in self._profile.bench.concurrency:
                         if streams <= self._profile.serve.max_num_seqs:
                             await self._point(lambda s=suite, n=streams: self._decode(s, n))  # type: ignore[misc]
+            if "context" in parts:
+                for tokens in self._profile.bench.context_tokens:
+                    if self._fits(tokens + self._profile.bench.decode_tokens):
+                        document = await self._context(tokens)
+                        for suite in suites:
+                            await self._point(lambda s=suite, d=document, t=tokens: self._decode_at(s, d, t))  # type: ignore[misc]
             if "prefill" in parts:
                 for tokens in self._profile.bench.prefill_tokens:
                     if self._fits(tokens):
                         await self._point(lambda t=tokens: self._prefill(t))  # type: ignore[misc]
+                if self._profile.bench.prefill_texts:
+                    await self._point(self._prefill_texts)
             beside = self._profile.bench.during_prefill_tokens
             if "during-prefill" in parts and beside and self._fits(beside) and self._profile.serve.max_num_seqs > 1:
                 await self._point(lambda: self._during_prefill(beside))
@@ -251,6 +261,84 @@ class _Bench:
         }
         return Row(name, _rounded(statistics.median(rates)), "tok/s", detail, tuple(dict.fromkeys(marks))), readings
 
+    async def _context(self, tokens: int) -> str:
+        """A document of about `tokens` tokens that the prefix cache knows from now on."""
+        for _ in range(1 + SHORT_MAX):
+            text = self._prompts.filler(round(LENGTH_ROOM * tokens))
+            reading = await self._ask(text, 1)
+            counted = reading.answer.prompt_tokens
+            if counted is None:
+                break
+            self._prompts.learn(text, counted)
+            if counted >= LENGTH_MIN * tokens:
+                break
+        return text
+
+    async def _decode_at(self, suite: str, document: str, tokens: int) -> tuple[Row, list[Reading]]:
+        """The rate of one stream behind a long prompt. Its clock runs from the first token: no prefill is in it."""
+        name = f"decode.{suite}.c1@{tokens}"
+        question = getattr(self._prompts, suite)()
+        reading = await self._ask(f"{document}\n\n{question}", self._profile.bench.decode_tokens)
+        counted = reading.answer.prompt_tokens
+        detail: dict[str, float | int | None] = {
+            "prompt_tokens": counted,
+            "cached_tokens": reading.answer.cached_tokens,
+            "tokens": reading.answer.completion_tokens,
+            **_percentiles("ttft_s", [reading.ttft_s] if reading.ttft_s is not None else []),
+            **_percentiles("inter_token_s", token_gaps(reading)),
+        }
+        if reading.decode_tps is None:
+            return Row(name, None, "tok/s", detail, note=f"no rate: {reading.why}"), [reading]
+        marks: tuple[str, ...] = ()
+        if counted is None or counted < LENGTH_MIN * tokens:
+            marks = (f"prompt of {counted if counted is not None else 'an unknown number of'} tokens, {tokens} wanted",)
+        return Row(name, _rounded(reading.decode_tps), "tok/s", detail, marks), [reading]
+
+    async def _prefill_texts(self) -> tuple[Row, list[Reading]]:
+        """Cold prefill as seed 004 states it: several long texts, each some times over, the median of all runs."""
+        wanted = self._profile.bench.prefill_texts
+        name, note = "prefill.texts", "texts: " + _text_names(self._target.texts)
+        rates: list[float] = []
+        lengths: list[int] = []
+        readings: list[Reading] = []
+        marks: list[str] = []
+        for number, tokens in enumerate(wanted):
+            if not self._fits(tokens):
+                return Row(name, None, "tok/s", note=f"{tokens} tokens do not fit the context"), readings
+            source = self._text(number, tokens)
+            per_token = self._prompts.chars_per_token
+            for _ in range(self._profile.bench.prefill_runs):
+                text = f"[{self._prompts.nonce()}] {source[: round(LENGTH_ROOM * tokens * per_token)]}"
+                before = await self._metrics()
+                reading = await self._ask(text, 1)
+                after = await self._metrics()
+                readings.append(reading)
+                counted = reading.answer.prompt_tokens
+                if counted is None or reading.ttft_s is None:
+                    return Row(name, None, "tok/s", note="the server sent no usage or no token"), readings
+                marks += cold(reading, before, after)
+                rates.append(counted / reading.ttft_s)
+                lengths.append(counted)
+                per_token = len(text) / counted
+            if not LENGTH_MIN * tokens <= lengths[-1] <= 1.1 * tokens:
+                marks.append(f"text {number + 1} of {lengths[-1]} tokens, {tokens} wanted")
+        detail: dict[str, float | int | None] = {
+            "runs": len(rates),
+            "lowest": _rounded(min(rates)),
+            "highest": _rounded(max(rates)),
+            "shortest": min(lengths),
+            "longest": max(lengths),
+        }
+        unique = tuple(dict.fromkeys(marks))
+        return Row(name, _rounded(statistics.median(rates)), "tok/s", detail, unique, note), readings
+
+    def _text(self, number: int, tokens: int) -> str:
+        """The text of a length: the user's, else one of ours, long enough at any believable length of a token."""
+        if self._target.texts:
+            return self._target.texts[number % len(self._target.texts)][1]
+        kind = tuple(texts.KINDS)[number % len(texts.KINDS)]
+        return texts.KINDS[kind](round(tokens * CHARS_MAX))
+
     async def _during_prefill(self, tokens: int) -> tuple[Row, list[Reading]]:
         """The rate of one stream between sending a long prompt beside it and that prompt's first token."""
         name, enough = f"during-prefill.{tokens}", asyncio.Event()
@@ -281,6 +369,10 @@ class _Bench:
         note = "" if rate is not None else "the stream ended, or said nothing, while the prompt was read"
         marks = tuple(item for item in cold(other, before, after) if "not proven" not in item)
         return Row(name, rate, "tok/s", detail, marks, note), [other, reading]
+
+
+def _text_names(given: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(name for name, _ in given) if given else f"generated here ({', '.join(texts.KINDS)})"
 
 
 def _rate_between(reading: Reading, begin: float, end: float) -> tuple[float | None, int]:

@@ -13,9 +13,16 @@ BENCH_SCHEMA = 1
 
 
 def document(
-    run: str, started: str, profile: Profile, digests: Mapping[str, str], rows: Sequence[Row], drift: Sequence[str]
+    run: str,
+    started: str,
+    profile: Profile,
+    digests: Mapping[str, str],
+    rows: Sequence[Row],
+    drift: Sequence[str],
+    drafter: bool | None = None,
 ) -> dict[str, Any]:
-    """What is saved: the rows, and what they belong to (`digests`: profile, engine, facts)."""
+    """What is saved: the rows, and what they belong to (`digests`: profile, engine, facts; `drafter`: on, off or not
+    known)."""
     return {
         "schema": BENCH_SCHEMA,
         "run": run,
@@ -23,6 +30,7 @@ def document(
         "profile": profile.name,
         **{f"{name}_digest": value for name, value in digests.items()},
         "drift": list(drift),
+        "drafter": drafter,
         "rows": [row.as_json() for row in rows],
     }
 
@@ -37,16 +45,19 @@ def comparison(
 ) -> list[dict[str, Any]]:
     """One entry a row: the value, the published figure and the earlier run's, with ratios.
 
-    A marked number is shown and not compared; an earlier run of another profile, engine or machine is not either.
+    A marked number is shown and not compared; an earlier run of another profile, engine, machine or setting of the
+    drafter is not either, and neither is a figure that was published for another setting of the drafter.
     """
     same = earlier is not None and all(
-        earlier.get(f"{name}_digest") == document_.get(f"{name}_digest") for name in ("profile", "engine", "facts")
+        earlier.get(name) == document_.get(name)
+        for name in ("profile_digest", "engine_digest", "facts_digest", "drafter")
     )
+    figures = profile.figures(document_.get("drafter"))
     before = {row["name"]: row for row in earlier["rows"]} if earlier is not None and same else {}
     found = []
     for row in document_["rows"]:
         marked = bool(row["marks"])
-        published = profile.bench.published.get(row["name"])
+        published = figures.get(row["name"])
         old = before.get(row["name"])
         old_value = old["value"] if old is not None and not old["marks"] else None
         found.append(
@@ -75,6 +86,8 @@ def lines(rows: Sequence[Row], compared: Sequence[Mapping[str, Any]]) -> list[st
             parts.append(f"{item['of_published']:.0%} of the published {item['published']:g}")
         if item and item["of_earlier"] is not None:
             parts.append(f"{item['of_earlier']:.0%} of the last run")
+        if row.note and row.value is not None:
+            parts.append(row.note)
         shown.append(text + ("   " + ", ".join(parts) if parts else ""))
         shown += [f"        mark: {mark}" for mark in row.marks]
     return shown
@@ -97,6 +110,7 @@ def markdown(document_: Mapping[str, Any], profile: Profile, compared: Sequence[
         "| row | tok/s | published | of it | earlier | of it | marks |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
+    notes = [f"- {row['name']}: {row['note']}" for row in document_["rows"] if row["note"]]
     rows = [
         "| "
         + " | ".join(
@@ -110,7 +124,7 @@ def markdown(document_: Mapping[str, Any], profile: Profile, compared: Sequence[
         + " |"
         for item in compared
     ]
-    return "\n".join([*head, *rows]) + "\n"
+    return "\n".join([*head, *rows, *([""] if notes else []), *notes]) + "\n"
 
 
 def recipe(document_: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
@@ -121,9 +135,16 @@ def recipe(document_: Mapping[str, Any], profile: Profile) -> dict[str, Any]:
             continue
         kind, _, rest = row["name"].partition(".")
         if kind == "decode":
-            suite, _, streams = rest.rpartition(".c")
+            suite, _, place = rest.rpartition(".c")
+            streams, _, behind = place.partition("@")
             point = {"concurrency": int(streams), "decode_tok_s": row["value"], "notes": f"{suite} decode, c{streams}"}
-            point["context_len"] = profile.serve.max_model_len
+            point["context_len"] = int(behind) if behind else profile.serve.max_model_len
+            if behind:
+                point["notes"] += f", behind a prompt of {row['detail']['prompt_tokens']} tokens"
+        elif row["name"] == "prefill.texts":
+            size = f"{row['detail']['shortest']} to {row['detail']['longest']} tokens"
+            notes = f"cold prefill, median of {row['detail']['runs']} runs of {size}; {row['note']}"
+            point = {"context_len": row["detail"]["longest"], "prefill_tok_s": row["value"], "notes": notes}
         elif kind == "prefill":
             notes = f"cold prefill, median of {row['detail']['runs']}"
             point = {"context_len": int(rest), "prefill_tok_s": row["value"], "notes": notes}

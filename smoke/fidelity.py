@@ -6,10 +6,8 @@ ids of that file. Perplexity is compared window by window (paired), since texts 
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
-import random
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,16 +17,19 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds41ctl.adapters.http import EngineClient, Fault, HttpFault, Limits
+from ds41ctl.core import logprobs
 from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.finding import Finding, Status
 from ds41ctl.core.profile import Profile
-from smoke import canaries, load, stats
+from smoke import stats
+from smoke import texts as texts_module
+from smoke.prompts import CHARS_MAX
 
 REFERENCE_SCHEMA = 1
 TOP = 8  # best tokens kept of each position
 WINDOWS = 16  # a text set; seed 004 used 64 of 1,024 tokens
+SEED_WINDOWS, SEED_WINDOW = 64, 1024
 LIMIT_S = 600.0  # one window
-_SEED = 1017
 
 Progress = Callable[[str], None]
 
@@ -70,16 +71,10 @@ class Change:
     better: int
 
 
-def builtin_texts() -> dict[str, str]:
-    """Three text sets that need no file: plain sentences, Python source, identifiers."""
-    rng = random.Random(_SEED)  # noqa: S311 - repeatable, not a secret
-    prose = canaries.generate(_SEED, needle_tokens=24_000).needle[0].document
-    code = "\n".join(inspect.getsource(module) for module in (canaries, load, stats))
-    return {
-        "prose": prose,
-        "code": code,
-        "identifiers": "\n".join(canaries.random_identifier(rng) for _ in range(6000)),
-    }
+def builtin_texts(tokens: int = WINDOWS * logprobs.USUAL_WINDOW) -> dict[str, str]:
+    """Three text sets that need no file, of about `tokens` tokens or more: English and French sentences of a grammar,
+    and this project's Python source."""
+    return {name: make(round(tokens * CHARS_MAX / 2)) for name, make in texts_module.KINDS.items()}
 
 
 def texts_of(folder: Traversable) -> dict[str, str]:
@@ -104,9 +99,15 @@ def record(
     progress: Progress,
     *,
     windows: int = WINDOWS,
+    size: int | None = None,
+    argv: tuple[str, ...] = (),
 ) -> Reference:
-    """Ask the engine about the first `windows` windows of each text set. Raises HttpFault, ConfigError."""
-    size = min(profile.bench.logprob_window, profile.serve.max_model_len - 8)
+    """Ask the engine about the first `windows` windows of each text set, of `size` tokens each (None: the longest that
+    is safe). `argv`: how it was started.
+
+    Raises HttpFault, NoRoomError before anything is sent, ConfigError for windows over the limit.
+    """
+    size = window_size(profile, size, argv)
     found = []
     for name, text in texts.items():
         ids = _tokenize(client, profile, text, size * windows)
@@ -120,15 +121,41 @@ def record(
     return Reference(schema=REFERENCE_SCHEMA, provenance=dict(provenance), windows=tuple(found))
 
 
-def again(client: EngineClient, profile: Profile, reference: Reference, progress: Progress) -> Reference:
-    """Ask another engine about the windows of `reference`. Raises HttpFault, ConfigError for windows over the limit."""
-    longest = max(len(window.ids) for window in reference.windows)
-    if longest > profile.bench.logprob_window:
+def window_size(profile: Profile, wanted: int | None, argv: tuple[str, ...] = ()) -> int:
+    """Length of a window, tokens: `wanted`, or the longest that is safe. Raises NoRoomError, ConfigError."""
+    most = min(logprobs.window(profile, argv), profile.serve.max_model_len - 8)
+    if wanted is not None and wanted > most:
         raise ConfigError(
-            f"the reference has windows of {longest} tokens, this profile allows {profile.bench.logprob_window} "
+            f"windows of {wanted} tokens: {profile.name} has room for {most} (bench.logprob_window)",
+            hints=(f"--window-tokens {most}",),
+        )
+    return wanted or most
+
+
+def require_room(profile: Profile, reference: Reference, argv: tuple[str, ...] = ()) -> None:
+    """The windows of `reference` may be asked for. Raises NoRoomError, ConfigError for windows over the limit."""
+    longest, allowed = max(len(window.ids) for window in reference.windows), logprobs.window(profile, argv)
+    if longest > allowed:
+        raise ConfigError(
+            f"the reference has windows of {longest} tokens, this profile allows {allowed} "
             "(prompt_logprobs of long prompts run out of memory)",
             hints=("record it anew with this profile: ds41ctl smoke --record FILE",),
         )
+
+
+def again(
+    client: EngineClient,
+    profile: Profile,
+    reference: Reference,
+    progress: Progress,
+    *,
+    argv: tuple[str, ...] = (),
+) -> Reference:
+    """Ask another engine about the windows of `reference`. `argv`: how it was started.
+
+    Raises HttpFault, NoRoomError before anything is sent, ConfigError for windows over the limit.
+    """
+    require_room(profile, reference, argv)
     found = []
     for number, window in enumerate(reference.windows):
         progress(f"window {number + 1} of {len(reference.windows)} ({window.set})")
@@ -235,6 +262,46 @@ def identical(old: Reference, new: Reference) -> tuple[int, int]:
     """(windows whose log-probabilities are equal bit for bit, windows)."""
     same = sum(a.logprobs == b.logprobs for a, b in zip(old.windows, new.windows, strict=True))
     return same, len(old.windows)
+
+
+def perplexities(reference: Reference) -> list[Finding]:
+    """What the engine thinks of each text set, and of all together first: a measurement, nothing is judged."""
+    found = []
+    for name, windows in _sets(reference):
+        mean = statistics.fmean(window.nll for window in windows)
+        tokens = sum(len(window.logprobs) for window in windows)
+        text = f"{math.exp(mean):.4g} over {len(windows)} windows, {tokens} tokens; measured, nothing to compare with"
+        found.append(Finding(id=f"fidelity.perplexity.{name}", status=Status.OK, summary=text, found=text))
+    return found
+
+
+def _sets(reference: Reference) -> list[tuple[str, list[Window]]]:
+    names = list(dict.fromkeys(window.set for window in reference.windows))
+    wanted = ["all", *names] if len(names) > 1 else names
+    return [(name, [window for window in reference.windows if name in ("all", window.set)]) for name in wanted]
+
+
+def restarted(first: Reference, second: Reference, profile: Profile, same_start: str) -> Finding:
+    """Finding of the same windows before and after a restart. `same_start`: '' when the engine was started again just
+    as it had been, else what differs."""
+    test = "fidelity.restart"
+    same, count = identical(first, second)
+    longest = max(len(window.ids) for window in first.windows)
+    found = f"{same} of {count} windows of up to {longest} tokens bit-identical after the restart"
+    expected = f"prompt log-probabilities of all {count} windows bit-identical"
+    fix = ("ds41ctl engine verify", "ds41ctl engram verify --full", "ds41ctl fetch --verify")
+    why = "the same engine and pack give other numbers after a restart: another kernel, table or card"
+    if same_start:
+        reason = f"{found}, but it was not started as before: {same_start}"
+        return Finding(
+            id=test, status=Status.UNKNOWN, summary=reason, expected=expected, found=found, why=why, fix=fix[:1]
+        )
+    if same == count:
+        return Finding(id=test, status=Status.OK, summary=found, expected=expected, found=found)
+    promised = profile.smoke.restart_exact
+    note = found if promised else f"{found}; the profile does not promise it (smoke.restart_exact)"
+    status = Status.FAIL if promised else Status.WARN
+    return Finding(id=test, status=status, summary=note, expected=expected, found=found, why=why, fix=fix)
 
 
 def judge(old: Reference, new: Reference, profile: Profile) -> list[Finding]:

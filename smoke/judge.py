@@ -284,6 +284,21 @@ def judge_images(answers: Sequence[Answer], expected: Sequence[str], without: An
     return Verdict(True, shown)
 
 
+def judge_picture_tokens(answers: Sequence[Answer], without: Answer, most: int) -> Verdict | None:
+    """Verdict on how much a prompt grows by a picture: `answers` have one each, `without` none, the question is the
+    same. None: the server does not count prompt tokens."""
+    grown = [
+        answer.prompt_tokens - without.prompt_tokens
+        for answer in answers
+        if answer.prompt_tokens is not None and without.prompt_tokens is not None
+    ]
+    if not grown or len(grown) < len(answers):
+        return None
+    why = "the encoder's limit is not kept: pictures fill the context, and a prompt with many of them is refused"
+    found = f"{max(grown)} prompt tokens for the largest picture"
+    return Verdict(max(grown) <= most, found, why, ("ds41ctl engine verify", "ds41ctl fetch --verify"))
+
+
 def judge_repeats(answers: Sequence[Answer]) -> Verdict:
     """Verdict on answers to one request at temperature 0, which must be identical."""
     texts = [answer.reasoning + answer.content for answer in answers]

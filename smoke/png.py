@@ -51,5 +51,13 @@ def digit_square(colour: Colour, digit: int, *, size: int = 224) -> bytes:
     return write_png([[pixel(x, y) for x in range(size)] for y in range(size)])
 
 
+def plain_square(colour: Colour, size: int) -> bytes:
+    """PNG of `size` x `size` pixels of one colour, made at once however large it is."""
+    row = b"\0" + bytes(colour) * size
+    header = struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(row * size, 1)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks)
+
+
 def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ds41ctl.adapters import metrics
 from ds41ctl.adapters.http import TIMEOUTS, EngineClient, Fault, HttpFault, Limits, printable
+from ds41ctl.adapters.metrics import EngineMetrics
 from ds41ctl.core.finding import Finding, Status
 from ds41ctl.core.profile import Profile
 from smoke import judge
 from smoke.answer import Answer, from_body, from_chunks
 from smoke.canaries import Canaries, Image, Needle
 from smoke.judge import Verdict
+from smoke.png import plain_square
+from smoke.prompts import Prompts
 
 Level = Literal["quick", "full", "thorough"]
 LEVELS: tuple[Level, ...] = ("quick", "full", "thorough")
@@ -32,6 +37,8 @@ DECODE_TOLERANCE = 0.8  # of the expected rate; below it the finding is a warnin
 NEEDLE_LENGTH_MIN = 0.97  # of the length asked for, in prompt tokens
 THOROUGH_PASSES = 3  # of all copies
 IMAGE_QUESTIONS = 6  # as seed 000 asks
+LARGE_PICTURE = 2048  # pixels a side: more than any encoder takes as it is
+DECODE_SUITES = ("code", "structured", "prose")  # the first of them that has a published figure is asked for
 KEY_FIX = "give smoke the key the engine was started with (VLLM_API_KEY)"
 
 
@@ -41,7 +48,8 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Session:
-    """What a probe works with. `deadline` is on the monotonic clock; `spent` gets the tokens of each answer."""
+    """What a probe works with. `deadline` is on the monotonic clock; `spent` gets the tokens of each answer; `drafter`:
+    the engine was started with it, without it, or (None) nobody knows."""
 
     client: EngineClient
     canaries: Canaries
@@ -49,11 +57,31 @@ class Session:
     level: Level
     deadline: float
     spent: list[int] = field(default_factory=list)
+    drafter: bool | None = None
 
     @property
     def model(self) -> str:
         """Served model name."""
         return self.profile.model.served_name
+
+    @property
+    def may_draft(self) -> bool:
+        """True unless the engine is known to run without a drafter, or its profile has none."""
+        return self.profile.drafter if self.drafter is None else self.drafter
+
+    def metrics(self) -> EngineMetrics:
+        """The engine's own counters; all unknown when it does not give them. Raises OutOfTimeError."""
+        try:
+            reply = self.client.get("/metrics", Limits(total_s=10).within(self.left()))
+        except HttpFault:
+            return EngineMetrics()
+        return metrics.parse(reply.body.decode(errors="replace")) if reply.status == 200 else EngineMetrics()
+
+    def drafts(self) -> bool | None:
+        """Whether the engine drafts: how it was started, else its own counters. None: neither says so."""
+        if self.drafter is not None:
+            return self.drafter
+        return True if self.metrics().drafted is not None else None
 
     def left(self) -> float:
         """Seconds left. Raises OutOfTimeError when none are."""
@@ -405,7 +433,7 @@ def repeat(s: Session) -> Finding:
         bad = judge.unusable(empty, max_tokens=48)
         return judged(test, bad or Verdict(False, "an empty answer", "", ("ds41ctl logs",)), expected=expected)
     finding = judged(test, judge.judge_repeats(answers), expected=expected, wrong="not repeatable")
-    if finding.status is Status.FAIL and s.profile.serve.dspark:
+    if finding.status is Status.FAIL and s.may_draft:
         # accepted drafts change how many rows a step has, and with it the last bits of a sum
         return finding.model_copy(update={"status": Status.WARN})
     return finding
@@ -463,10 +491,25 @@ def images(s: Session) -> Finding:
         if bad is not None:
             return judged(test, bad, expected=picture.answer)
         answers.append(answer)
-    without = s.chat(pictures[0].question, 64)
+    without_question = pictures[0].question
+    without = s.chat(without_question, 64)
     words = [picture.answer for picture in pictures]
     expected = " and ".join(f"`{word}`" for word in words)
-    return judged(test, judge.judge_images(answers, words, without), expected=expected)
+    verdict = judge.judge_images(answers, words, without)
+    most = s.profile.smoke.image_tokens_max
+    if not verdict.ok or most is None:
+        return judged(test, verdict, expected=expected)
+    same = [answer for answer, picture in zip(answers, pictures, strict=True) if picture.question == without_question]
+    if s.level != "quick":
+        large = pictures[0].model_copy(update={"png": plain_square((20, 150, 50), LARGE_PICTURE)})
+        same.append(s.chat([{"role": "user", "content": _picture_parts(large)}], 1))
+    expected += f", at most {most} prompt tokens a picture"
+    grown = judge.judge_picture_tokens(same, without, most)
+    if grown is None:
+        return unknown(test, "the pictures are told apart, but the server counts no prompt tokens", ("ds41ctl logs",))
+    if grown.ok:
+        grown = Verdict(True, f"{verdict.found}; {grown.found}")
+    return judged(test, grown, expected=expected, wrong="a picture takes too much of the prompt")
 
 
 def _picture_parts(picture: Image) -> list[dict[str, Any]]:
@@ -480,14 +523,25 @@ def picture_part(picture: Image) -> dict[str, Any]:
 
 
 def decode(s: Session) -> Finding:
-    """Streamed decode rate by the server's own token count; the first request is a discarded warm-up."""
-    test, goal = "smoke.decode", s.profile.smoke.decode_tps_expected
+    """Streamed decode rate by the server's own token count; the first request is a discarded warm-up.
+
+    It is compared with the figure published for the same kind of text and the same setting of the drafter.
+    """
+    test, drafter = "smoke.decode", s.drafts()
+    figures = s.profile.figures(drafter)
+    suite = next((name for name in DECODE_SUITES if f"decode.{name}.c1" in figures), "")
+    goal = figures.get(f"decode.{suite}.c1")
+    setting = {True: ", drafter on", False: ", drafter off", None: ""}[drafter if s.profile.serve.dspark_argv else None]
     tokens, runs = (64, 1) if s.level == "quick" else (128, 3)
-    expected = f"at least {goal * DECODE_TOLERANCE:.1f} tok/s (80 % of {goal:g})" if goal else "a measured rate"
+    expected = "a measured rate"
+    if goal:
+        expected = f"at least {goal * DECODE_TOLERANCE:.1f} tok/s (80 % of {goal:g}, published for {suite}{setting})"
+    prompts = Prompts(secrets.randbits(31))
     s.streamed(s.canaries.hello.prompt, 8, ignore_eos=True)
     rates, basis = [], ""
     for _ in range(runs):
-        answer = s.streamed(s.canaries.hello.prompt, tokens, ignore_eos=True)
+        text = getattr(prompts, suite)() if suite else s.canaries.hello.prompt
+        answer = s.streamed(text, tokens, ignore_eos=True)
         if answer.choices == 0 or answer.completion_tokens == 0:
             verdict = Verdict(False, "0 tokens", "silent empty: HTTP 200, but no token came", ("ds41ctl logs",))
             return judged(test, verdict, expected=expected, wrong="nothing to measure")
@@ -498,17 +552,25 @@ def decode(s: Session) -> Finding:
         rates.append(rate)
     rate = statistics.median(rates)
     found = f"{rate:.1f} tok/s ({basis})" if runs == 1 else f"{rate:.1f} tok/s (median of {runs}; last {basis})"
-    if goal and rate < goal * DECODE_TOLERANCE:
+    if goal is None:
+        if drafter is None and (s.profile.bench.published or s.profile.bench.published_plain):
+            reason = f"{found}, and nobody knows whether the drafter is on: no figure to compare with"
+            return unknown(
+                test, reason, ("ds41ctl serve --replace   # of an engine that was started here it is known",)
+            )
+        note = f"{found}; nothing to compare with: no figure is published for it{setting}"
+        return Finding(id=test, status=Status.OK, summary=note, expected=expected, found=found)
+    note = f"{found}, {rate / goal:.0%} of the published {goal:g} for {suite}{setting}"
+    if rate < goal * DECODE_TOLERANCE:
         return Finding(
             id=test,
             status=Status.WARN,
-            summary=f"{found}, {rate / goal:.0%} of the expected {goal:g}",
+            summary=note,
             expected=expected,
             found=found,
             why="clocks not locked, CUDA graphs off, a wrong NVLink group, or other requests in the batch",
             fix=("ds41ctl status", "nvidia-smi -q -d CLOCK,PERFORMANCE", "ds41ctl preflight"),
         )
-    note = f"{found}, {rate / goal:.0%} of the expected {goal:g}" if goal else f"{found}; nothing to compare with"
     return Finding(id=test, status=Status.OK, summary=note, expected=expected, found=found)
 
 

@@ -9,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from ds41ctl.adapters import metrics
-from ds41ctl.adapters.http import HttpFault, Limits, printable
-from ds41ctl.adapters.metrics import EngineMetrics
+from ds41ctl.adapters.http import printable
 from ds41ctl.core.finding import Finding, Status
 from smoke import judge
 from smoke.answer import Answer
@@ -94,7 +92,7 @@ def prefix_cache(s: Session) -> Finding:
     test = "smoke.prefix-cache"
     expected = f"0 cached tokens first, over {CACHED_MIN:.0%} of the prompt the second time"
     text = Prompts(secrets.randbits(31)).filler(min(600, s.profile.serve.max_model_len // 3))
-    caching = _metrics(s).prefix_caching
+    caching = s.metrics().prefix_caching
     first, cached_first = _cached(s, text)
     second, cached_second = _cached(s, text)
     if cached_first is None or cached_second is None or first.prompt_tokens is None:
@@ -105,7 +103,7 @@ def prefix_cache(s: Session) -> Finding:
     if cached_first > (1 - CACHED_MIN) * first.prompt_tokens:
         why = "a text nobody sent counts as cached: prefill speeds measured here are not cold, or rows are mixed up"
         return judged(test, Verdict(False, found, why, fix), expected=expected, wrong="the cache knows too much")
-    if first.content != second.content and not s.profile.serve.dspark:
+    if first.content != second.content and not s.may_draft:
         shown = f"{judge.quote(first.content)}, then {judge.quote(second.content)}"
         why = "rows from the cache differ from computed ones: answers change with what was asked before"
         return judged(test, Verdict(False, shown, why, fix), expected="the same answer from the cache")
@@ -119,24 +117,16 @@ def prefix_cache(s: Session) -> Finding:
 
 
 def _cached(s: Session, text: str) -> tuple[Answer, float | None]:
-    before = _metrics(s)
+    before = s.metrics()
     answer = s.chat(text, 8)
     if answer.cached_tokens is not None:
         return answer, float(answer.cached_tokens)
-    after = _metrics(s)
+    after = s.metrics()
     for name in ("cached", "prefix_hits"):
         a, b = getattr(before, name), getattr(after, name)
         if a is not None and b is not None:
             return answer, float(b - a)
     return answer, None
-
-
-def _metrics(s: Session) -> EngineMetrics:
-    try:
-        reply = s.client.get("/metrics", Limits(total_s=10).within(s.left()))
-    except HttpFault:
-        return EngineMetrics()
-    return metrics.parse(reply.body.decode(errors="replace")) if reply.status == 200 else EngineMetrics()
 
 
 def images_many(s: Session) -> Finding:

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -26,18 +26,22 @@ from ds41ctl.adapters import metrics, telemetry
 from ds41ctl.adapters.http import EngineClient, Fault, HttpFault, Limits
 from ds41ctl.adapters.metrics import EngineMetrics
 from ds41ctl.adapters.running import Running
-from ds41ctl.core.errors import NoSpaceError
+from ds41ctl.core.errors import ConfigError, NoSpaceError
 from ds41ctl.core.finding import Finding
 from ds41ctl.core.profile import Profile
+from smoke import drafter
 from smoke.canaries import Canaries
 from smoke.load import BoundReachedError, Bounds, Load, Message, Reading
 from smoke.prompts import Prompts
-from smoke.trace import Canary, Drain, End, Event, Gpu, Sample, TurnKind
+from smoke.trace import WAVE, Canary, Drain, End, Event, Gpu, Sample, TurnKind
 from smoke.trace import Turn as TurnEvent
 
 Mode = Literal["mixed", "fresh", "waves"]
 MODES: tuple[Mode, ...] = ("mixed", "fresh", "waves")
-WAVE = 8  # unique long prompts at once, as seed 004's stress test
+WAVE_ANSWER = 32  # tokens of an answer in a wave
+WAVE_ROOM = 1.03  # texts are made a little longer than wanted, since a token's length varies with the words
+PREFILL_TPS_MIN = 250.0  # a tenth of seed 004's 2,514 tok/s
+ANSWERS_S = 600.0  # for the answers of a wave and what else a busy engine does
 SESSION_TURNS = 12
 SESSION_SHARE, IMAGE_SHARE = 0.5, 0.1
 LOADED_CANARIES = ("smoke.arithmetic", "smoke.tool-call", "smoke.copy", "smoke.images")
@@ -52,7 +56,8 @@ _DEAD = (Fault.REFUSED, Fault.RESET, Fault.CUT)
 
 @dataclass(frozen=True)
 class Target:
-    """The engine. `record` None: it was not started here, so its processes are not seen. `confirmed`: see Load."""
+    """The engine. `record` None: it was not started here, so its processes are not seen. `drafter`: it was started with
+    one (None: nobody knows). `confirmed`: see Load."""
 
     url: str
     profile: Profile
@@ -61,11 +66,16 @@ class Target:
     store_dir: Path | None = None
     confirmed: bool = False
     key: str | None = field(default=None, repr=False)
+    drafter: bool | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how: `streams` requests at a time, a sample every `sample_s`, canaries every `canary_s` seconds."""
+    """How long and how: `streams` requests at a time, a sample every `sample_s`, canaries every `canary_s` seconds.
+
+    `prompt_tokens`: length of a wave's prompts (0: that of a session). `waves`: so many waves end the run, and
+    `seconds` is its upper bound (0: the time ends it).
+    """
 
     seconds: float
     mode: Mode = "mixed"
@@ -73,10 +83,38 @@ class Plan:
     sample_s: float = 5.0
     canary_s: float = 300.0
     seed: int = 0
+    waves: int = 0
+    prompt_tokens: int = 0
+
+    @property
+    def wave_s(self) -> float:
+        """Upper bound of one wave, seconds: a prefill at a tenth of the slowest published rate, and the answers."""
+        return WAVE * self.prompt_tokens / PREFILL_TPS_MIN + ANSWERS_S
 
     @staticmethod
-    def of(profile: Profile, *, minutes: float | None = None, mode: Mode = "mixed", seed: int = 0) -> Plan:
-        """The plan of a profile: as many streams as it serves at once, at least three rounds of canaries."""
+    def of_waves(profile: Profile, *, waves: int, prompt_tokens: int, seed: int = 0) -> Plan:
+        """`waves` waves of prompts of `prompt_tokens` tokens (0: that of a session), and no more.
+
+        Raises ConfigError for prompts that the profile's context does not hold.
+        """
+        length = wave_tokens(profile, prompt_tokens)
+        plan = Plan(seconds=1, mode="waves", streams=WAVE, seed=seed, waves=waves, prompt_tokens=length)
+        sample_s = min(profile.soak.sample_s, 1.0 if length < 10_000 else profile.soak.sample_s)
+        return replace(plan, seconds=waves * plan.wave_s, sample_s=sample_s)
+
+    @staticmethod
+    def of(
+        profile: Profile,
+        *,
+        minutes: float | None = None,
+        mode: Mode = "mixed",
+        seed: int = 0,
+        prompt_tokens: int = 0,
+    ) -> Plan:
+        """The plan of a profile: as many streams as it serves at once, at least three rounds of canaries.
+
+        Raises ConfigError for prompts that the profile's context does not hold.
+        """
         seconds = 60 * (profile.soak.minutes if minutes is None else minutes)
         return Plan(
             seconds=seconds,
@@ -85,7 +123,26 @@ class Plan:
             sample_s=min(profile.soak.sample_s, max(0.2, seconds / 60)),
             canary_s=min(60 * profile.soak.canary_minutes, seconds / 3),
             seed=seed,
+            prompt_tokens=wave_tokens(profile, prompt_tokens) if mode == "waves" else 0,
         )
+
+
+def session_tokens(profile: Profile) -> int:
+    """Context that a session grows to, tokens."""
+    room = profile.serve.max_model_len - 4 * profile.soak.answer_tokens
+    return min(profile.soak.session_tokens or profile.serve.max_model_len // 2, room)
+
+
+def wave_tokens(profile: Profile, wanted: int) -> int:
+    """Length of a wave's prompts: `wanted`, or that of a session when it is 0. Raises ConfigError for too long ones."""
+    most = int((profile.serve.max_model_len - 2 * WAVE_ANSWER) / WAVE_ROOM)
+    if wanted > most:
+        raise ConfigError(
+            f"prompts of {wanted} tokens: at most {most} expected, {profile.name} has a context of "
+            f"{profile.serve.max_model_len}",
+            hints=(f"--prompt-tokens {most}",),
+        )
+    return wanted or min(session_tokens(profile), most)
 
 
 Record = Callable[[Event], None]
@@ -198,7 +255,7 @@ class _Soak:
             async with asyncio.TaskGroup() as group:
                 helpers = [group.create_task(self._sampler())]
                 workers = [group.create_task(self._worker(i)) for i in range(self._worker_count())]
-                await self._conduct()
+                await (self._count(workers) if self.plan.waves else self._conduct())
                 self._over = True
                 self._gate.set()
                 await self._finish(workers)
@@ -228,9 +285,16 @@ class _Soak:
             await self._ask_canaries(self._at_rest(), loaded=False)
             self._gate.set()
 
+    async def _count(self, workers: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for the last wave, or for the time that all of them may take."""
+        await asyncio.wait(workers, timeout=self.plan.seconds)
+
     def _at_rest(self) -> tuple[str, ...]:
-        """Canaries that need the engine for themselves: a batch may change the last bit of a sum."""
-        return ("smoke.repeat",) if self.target.profile.soak.repeat else ()
+        """Canaries that need the engine for themselves: a batch may change the last bit of a sum, and the drafter's
+        counters are everybody's."""
+        drafts = self.target.profile.drafter if self.target.drafter is None else self.target.drafter
+        repeat = ("smoke.repeat",) if self.target.profile.soak.repeat else ()
+        return (*repeat, *((drafter.TEST,) if drafts else ()))
 
     async def _finish(self, workers: Sequence[asyncio.Task[None]]) -> None:
         _, late = await asyncio.wait(workers, timeout=GRACE_S)
@@ -274,7 +338,13 @@ class _Soak:
                 text = f"not asked: no answer in {stuck}"
                 self._record(Canary(at=self.now, id=name, status="unknown", text=text, loaded=loaded))
                 continue
+            counted = name == drafter.TEST
+            if counted:
+                await self._read_metrics()
+            before = self._metrics
             found = await asyncio.to_thread(self._canary, name, spent)
+            if counted:
+                await self._read_metrics()
             stuck = name if any(item == "class: harness" for item in found.evidence) else ""
             self._tokens += sum(spent)
             self._record(
@@ -286,6 +356,8 @@ class _Soak:
                     fault=next((item for item in found.evidence if item.startswith("fault:")), ""),
                     loaded=loaded,
                     tokens=sum(spent),
+                    drafts=_growth(before.drafts, self._metrics.drafts) if counted else None,
+                    first_accepted=_growth(before.first_accepted, self._metrics.first_accepted) if counted else None,
                 )
             )
             self.progress(f"{_clock(self.now)}  canary {found.id} {found.status.upper()}")
@@ -294,8 +366,9 @@ class _Soak:
         client = EngineClient(self.target.url, self.target.key)
         try:
             return smoke.run(
-                client, self.target.canaries, self.target.profile, only=(name,), deadline_s=CANARY_S, spent=spent
-            )[0]
+                client, self.target.canaries, self.target.profile, only=(name,), deadline_s=CANARY_S, spent=spent,
+                drafter=self.target.drafter,
+            )[0]  # fmt: skip
         finally:
             client.close()
 
@@ -314,6 +387,8 @@ class _Soak:
             while await self._may_go_on():
                 if self.plan.mode == "waves":
                     await self._wave()
+                    if self._sessions == self.plan.waves:
+                        return
                 elif rng.random() < self.target.profile.soak.cancel_share:
                     await self._single("cancel", rng)
                 elif self.plan.mode == "mixed" and rng.random() < IMAGE_SHARE and self._pictures():
@@ -347,9 +422,17 @@ class _Soak:
             await self._turn(kind, _user(self._prompts.fresh()), wanted, ignore_eos=True)
 
     async def _wave(self) -> None:
-        number, length = self._next_session(), self._session_tokens()
+        number, length = self._next_session(), round(WAVE_ROOM * (self.plan.prompt_tokens or self._session_tokens()))
+        first_s = max(QUEUE_FACTOR * self.target.profile.soak.stall_s, self.plan.wave_s)
         turns = [
-            self._turn("wave", _user(self._prompts.filler(length)), 32, session=number, index=0, ignore_eos=True)
+            self._turn(
+                "wave",
+                _user(self._prompts.filler(length)),
+                WAVE_ANSWER,
+                session=number,
+                first_s=first_s,
+                ignore_eos=True,
+            )
             for _ in range(WAVE)
         ]
         await asyncio.gather(*turns)
@@ -378,9 +461,7 @@ class _Soak:
         return self._sessions
 
     def _session_tokens(self) -> int:
-        profile = self.target.profile
-        room = profile.serve.max_model_len - 4 * profile.soak.answer_tokens
-        return min(profile.soak.session_tokens or profile.serve.max_model_len // 2, room)
+        return session_tokens(self.target.profile)
 
     async def _turn(
         self,
@@ -391,11 +472,13 @@ class _Soak:
         session: int = 0,
         index: int = 0,
         hang_up_after: int | None = None,
+        first_s: float | None = None,
         **extra: Any,
     ) -> Reading | None:
         sent = self.now
         stall = self.target.profile.soak.stall_s
-        limits = Limits(first_s=QUEUE_FACTOR * stall, idle_s=stall, total_s=900)
+        first_s = QUEUE_FACTOR * stall if first_s is None else first_s
+        limits = Limits(first_s=first_s, idle_s=stall, total_s=first_s + ANSWERS_S)
         try:
             reading = await self._load.ask(messages, max_tokens, hang_up_after=hang_up_after, limits=limits, **extra)
         except asyncio.CancelledError:
@@ -511,6 +594,10 @@ class _Soak:
                 engine=host.engine,
             )
         )
+
+
+def _growth(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
 
 
 def _user(text: str) -> list[Message]:

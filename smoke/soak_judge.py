@@ -16,8 +16,8 @@ from ds41ctl.core.exits import Exit
 from ds41ctl.core.finding import Finding, Status
 from ds41ctl.core.lease import TOLERANCE_W
 from ds41ctl.core.profile import Profile
-from smoke import stats
-from smoke.trace import Sample, Trace, Turn
+from smoke import drafter, stats
+from smoke.trace import WAVE, Sample, Trace, Turn
 
 COMPLETE_SHARE = 0.9  # of the planned time; below it the run says nothing about the rest
 LATE_SHARE = 0.05  # the last turns, looked at on their own: a collapse may be younger than a fifth of the run
@@ -28,6 +28,11 @@ FEWEST_P95 = 20
 TOKENS_AGREE = 0.02
 GAP_SHARE = 0.2  # of the run without a sample: nobody was looking
 WALL_STEP_S = 5.0
+
+LENGTH_MIN = 0.97  # of the length a wave's prompts were to have
+CACHED_MAX = 0.02  # of a prompt nobody sent before
+# what needs many requests over a long time
+_TRENDS = ("soak.decode", "soak.ttft", "soak.vram", "soak.rss")
 
 # nvml.h, nvmlClocksEventReasons
 _THROTTLES = {0x8: "HW slowdown", 0x20: "SW thermal", 0x40: "HW thermal", 0x80: "HW power brake"}
@@ -56,6 +61,17 @@ class SoakVerdict:
 class _Case:
     trace: Trace
     profile: Profile
+
+    @property
+    def waves(self) -> int:
+        """Waves that were to be sent and no more, 0 when the time was the measure."""
+        return self.trace.start.waves if self.trace.start is not None else 0
+
+    @property
+    def drafter(self) -> bool:
+        """True when the engine drafts, as far as anybody knows."""
+        known = self.trace.start.drafter if self.trace.start is not None else None
+        return self.profile.drafter if known is None else known
 
     @property
     def loaded(self) -> tuple[float, float]:
@@ -88,6 +104,8 @@ def judge(trace: Trace, profile: Profile) -> SoakVerdict:
     """Verdict on `trace` by the criteria of `profile`. Never raises: a criterion that crashes is a finding."""
     case = _Case(trace, profile)
     findings = tuple(_guarded(name, criterion, case) for name, _, criterion in CRITERIA)
+    if case.waves:
+        findings = tuple(_without_trend(item, case.waves) for item in findings)
     kinds = {item.status for item in findings}
     word: VerdictWord = "pass"
     if Status.FAIL in kinds:
@@ -108,6 +126,13 @@ def _guarded(name: str, criterion: Callable[[str, _Case], Finding], case: _Case)
     except Exception as error:
         text = f"the judge crashed: {type(error).__name__}: {error}"
         return Finding(id=name, status=Status.CRASH, summary=text, why="a bug in ds41ctl, not in the engine")
+
+
+def _without_trend(found: Finding, waves: int) -> Finding:
+    """A counted run is a stress test: it has too few requests to say what grew or slowed down, and claims nothing."""
+    if found.id not in _TRENDS or found.status is not Status.UNKNOWN:
+        return found
+    return _skip(found.id, f"{waves} waves show no trend ({found.summary})")
 
 
 def _ok(name: str, found: str, expected: str = "") -> Finding:
@@ -150,6 +175,16 @@ def _complete(name: str, case: _Case) -> Finding:
     if trace.start is None:
         return _unknown(name, "the trace has no start: nothing says what was planned")
     planned, ran = trace.start.planned_s, trace.seconds
+    if case.waves and trace.end is not None and trace.end.reason == "complete":
+        sent: dict[int, int] = {}
+        for turn in trace.turns:
+            if turn.kind == "wave" and turn.outcome != "unfinished":
+                sent[turn.session] = sent.get(turn.session, 0) + 1
+        done = sum(count >= WAVE for count in sent.values())
+        expected = f"{case.waves} waves of {WAVE} requests"
+        if done < case.waves:
+            return _unknown(name, f"{done} waves within {_minutes(ran)}", expected)
+        return _ok(name, f"{done} waves in {_minutes(ran)}", expected)
     expected = f"at least {COMPLETE_SHARE:.0%} of the planned {_minutes(planned)}"
     if trace.end is None:
         return _unknown(name, f"no end was recorded; the last entry is of {_minutes(ran)}", expected)
@@ -191,6 +226,8 @@ def _recording(name: str, case: _Case) -> Finding:
 
 
 def _work(name: str, case: _Case) -> Finding:
+    if case.waves:
+        return _wave_work(name, case)
     least = case.profile.soak.min_turns
     done = [turn for turn in case.trace.turns if turn.outcome == "ok"]
     tokens = sum(turn.completion_tokens or 0 for turn in done)
@@ -198,6 +235,24 @@ def _work(name: str, case: _Case) -> Finding:
     expected = f"at least {least} answered requests"
     if len(done) < least:
         return _unknown(name, found, expected, "run longer: ds41ctl soak run --minutes 30")
+    return _ok(name, found, expected)
+
+
+def _wave_work(name: str, case: _Case) -> Finding:
+    wanted = case.trace.start.prompt_tokens if case.trace.start is not None else 0
+    turns = [turn for turn in case.trace.turns if turn.kind == "wave"]
+    done = [turn for turn in turns if turn.outcome == "ok"]
+    lengths = [turn.prompt_tokens or 0 for turn in done]
+    length = f"{min(lengths, default=0)} to {max(lengths, default=0)} tokens"
+    found = f"{len(done)}/{case.waves * WAVE} prompts answered, {length}"
+    expected = f"{case.waves * WAVE} prompts of {wanted} tokens answered"
+    cached = [
+        turn for turn in done if turn.cached_tokens and turn.cached_tokens > CACHED_MAX * (turn.prompt_tokens or 0)
+    ]
+    if len(done) < case.waves * WAVE or min(lengths) < LENGTH_MIN * wanted:
+        return _unknown(name, found, expected)
+    if cached:
+        return _unknown(name, f"{found}; {len(cached)} of them came from the prefix cache", expected)
     return _ok(name, found, expected)
 
 
@@ -239,7 +294,8 @@ def _counted(outcomes: Sequence[str], what: str, why: str, *fix: str) -> Callabl
 
 def _canaries(name: str, case: _Case) -> Finding:
     expected = "every canary of every round right"
-    asked = [item for item in case.trace.canaries if item.status != "skip"]
+    # the drafter's has a criterion of its own
+    asked = [item for item in case.trace.canaries if item.status != "skip" and item.id != drafter.TEST]
     if not asked:
         return _unknown(name, "no canary was asked", expected)
     wrong = [item for item in asked if item.status == "fail"]
@@ -481,11 +537,13 @@ def _acceptance(name: str, case: _Case) -> Finding:
     floor = case.profile.soak.acceptance_min
     drafted = _increase([item.drafted for item in case.trace.samples])[0]
     accepted = _increase([item.accepted for item in case.trace.samples])[0]
+    if not case.drafter and not drafted:
+        return _skip(name, "no drafter, or the engine was started without it")
     if not drafted:
-        if floor is not None and case.profile.serve.dspark:
-            why = "the profile has its drafter on, and it drafts nothing"
+        if floor is not None:
+            why = "the engine was started with its drafter, and it drafts nothing"
             return _fail(name, "no token was drafted", f"at least {floor:g}", why, "ds41ctl logs")
-        return _skip(name, "no drafter")
+        return _skip(name, "no token was drafted, and the profile has no floor (soak.acceptance_min)")
     share = (accepted or 0.0) / drafted
     found = f"{share:.3f} of {drafted:.0f} drafted tokens"
     if floor is None:
@@ -494,6 +552,44 @@ def _acceptance(name: str, case: _Case) -> Finding:
         why = "the drafter guesses blindly (wrong KV, NaN taps): it costs time and gives none"
         return _fail(name, found, f"at least {floor:g}", why, "ds41ctl serve --no-dspark --replace", "ds41ctl logs")
     return _ok(name, found, f"at least {floor:g}")
+
+
+def _first_acceptance(name: str, case: _Case) -> Finding:
+    asked = [item for item in case.trace.canaries if item.id == drafter.TEST]
+    if not case.drafter and not asked:
+        return _skip(name, "no drafter, or the engine was started without it")
+    floor = case.profile.soak.first_acceptance_min
+    known = [item for item in asked if item.drafts is not None and item.first_accepted is not None]
+    if not known:
+        if floor is None:
+            return _skip(name, "the profile has no floor (soak.first_acceptance_min)")
+        found = "accepted drafts by position were never counted"
+        return _unknown(name, found, f"at least {floor:g}", "curl -s URL/metrics | grep spec_decode")
+    drafts, accepted = sum(item.drafts or 0 for item in known), sum(item.first_accepted or 0 for item in known)
+    return drafter.judge(drafts, accepted, floor, test=name)
+
+
+def _headroom(name: str, case: _Case) -> Finding:
+    least = case.profile.soak.vram_headroom_mib_min
+    if case.profile.hardware.gpus == 0 or least is None:
+        return _skip(name, "no GPU in this profile, or no limit (soak.vram_headroom_mib_min)")
+    expected = f"at least {least:g} MiB left on each GPU at the highest sample"
+    left: dict[int, tuple[float, float, float]] = {}
+    for sample in case.trace.samples:
+        for index, gpu in enumerate(sample.gpus or ()):
+            if gpu.used_mib is not None and gpu.total_mib is not None:
+                here = (gpu.total_mib - gpu.used_mib, gpu.used_mib, gpu.total_mib)
+                left[index] = min(left.get(index, here), here)
+    if len(left) < case.profile.hardware.gpus:
+        return _unknown(name, f"{len(left)} of {case.profile.hardware.gpus} GPUs were measured", expected, "nvidia-smi")
+    worst = min(left, key=lambda index: left[index][0])
+    room, used, total = left[worst]
+    found = f"{room:,.0f} MiB left on GPU {worst}: {used:,.0f} of {total:,.0f} in use at the most"
+    if room < least:
+        why = "the next larger prompt, or a request for prompt_logprobs, finds no memory: the engine dies of it"
+        fix = ("lower serve.gpu_memory_utilization in the profile", "ds41ctl logs")
+        return _fail(name, found, expected, why, *fix)
+    return _ok(name, found, expected)
 
 
 def _clocks(name: str, case: _Case) -> Finding:
@@ -654,10 +750,12 @@ CRITERIA: tuple[tuple[str, str, Callable[[str, _Case], Finding]], ...] = (
     ("soak.stall", "tokens flowed whenever requests ran", _stall),
     ("soak.tokens", "our count of tokens is the engine's", _tokens),
     ("soak.vram", "GPU memory did not grow", _vram),
+    ("soak.headroom", "GPU memory was left at the highest sample", _headroom),
     ("soak.rss", "host memory did not grow", _rss),
     ("soak.kv-idle", "the KV cache came back after each drain", _kv_idle),
     ("soak.zombie", "no request was left behind", _zombie),
     ("soak.acceptance", "the drafter stayed useful", _acceptance),
+    ("soak.first-acceptance", "first drafts of code in a chat were accepted", _first_acceptance),
     ("soak.clocks", "locked clocks stayed locked under load", _clocks),
     ("soak.power-limit", "power limits and clock offsets stayed as they were", _power),
     ("soak.throttle", "no card slowed itself down", _throttle),

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 TRACE_SCHEMA = 1
+WAVE = 8  # unique long prompts at once, as seed 004's stress test
 
 TurnKind = Literal["session", "fresh", "image", "wave", "cancel"]
 Outcome = Literal["ok", "cancelled", "unfinished", "empty", "bad-tool", "error", "interrupted", "timeout"]
@@ -26,7 +27,8 @@ class _Event(BaseModel):
 
 
 class Start(_Event):
-    """What is soaked, and how. `ts` is wall time, ISO 8601 UTC."""
+    """What is soaked, and how. `ts` is wall time, ISO 8601 UTC. `waves`: so many waves and no more, 0: as many as the
+    time allows; `prompt_tokens`: length that a wave's prompts were to have. `drafter`: on or off (None: not known)."""
 
     type: Literal["start"] = "start"
     schema_version: int = TRACE_SCHEMA
@@ -38,6 +40,9 @@ class Start(_Event):
     facts_digest: str = ""
     mode: str = "mixed"
     planned_s: float
+    waves: int = 0
+    prompt_tokens: int = 0
+    drafter: bool | None = None
     sample_s: float = 5.0
     gpus: int = 0
     store_expected: bool = False
@@ -65,11 +70,13 @@ class Turn(_Event):
 
 
 class Gpu(BaseModel):
-    """One GPU at one moment. `throttle`: NVML's bits of clock event reasons; limit in W, clock offset in MHz."""
+    """One GPU at one moment. `throttle`: NVML's bits of clock event reasons; `total_mib`: all its memory; limit in W,
+    clock offset in MHz."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     used_mib: float | None = None
+    total_mib: float | None = None
     sm_mhz: int | None = None
     throttle: int | None = None
     temperature_c: int | None = None
@@ -99,7 +106,8 @@ class Sample(_Event):
 
 
 class Canary(_Event):
-    """One canary: id of the smoke test, its status, and what it found."""
+    """One canary: id of the smoke test, its status, and what it found. `drafts`, `first_accepted`: what the engine's
+    counters grew by meanwhile, for the canary that asks for them and nobody else beside it."""
 
     type: Literal["canary"] = "canary"
     id: str
@@ -108,6 +116,8 @@ class Canary(_Event):
     fault: str = ""
     loaded: bool = False
     tokens: int = 0
+    drafts: float | None = None
+    first_accepted: float | None = None
 
 
 class Drain(_Event):

@@ -21,6 +21,7 @@ from tests.fakes.sse_server import FakeEngine, Quirk, Request, Say, ScriptedServ
 
 CANARIES = generate(11, copies=20, needle_tokens=300, images=6)
 LATER = 15 * MINUTE
+SOAK = {"first_acceptance_min": 0.7, "vram_headroom_mib_min": 1000.0}
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class SilentFault:
     find: Callable[[], Finding]
 
 
-def served(test: str, intent: str, quirk: Quirk, **smoke_values: Any) -> Callable[[], Finding]:
+def served(test: str, intent: str, quirk: Quirk, **values: Any) -> Callable[[], Finding]:
     """A scripted server with one fault, asked by one smoke test."""
 
     def find() -> Finding:
         with ScriptedServer(FakeEngine(CANARIES, quirks={intent: quirk})) as server:
             client = EngineClient(server.url)
-            return smoke.run(client, CANARIES, least_profile(**smoke_values), only=(test,), deadline_s=20)[0]
+            return smoke.run(client, CANARIES, least_profile(**values), only=(test,), deadline_s=20)[0]
 
     return find
 
@@ -59,7 +60,7 @@ def soaked(criterion: str, **changes: Any) -> Callable[[], Finding]:
     """A scripted soak trace with one fault, judged."""
 
     def find() -> Finding:
-        found = judge(trace(Script(gpus=2, drafter=0.8), **changes), least_profile())
+        found = judge(trace(Script(gpus=2, drafter=0.8), **changes), least_profile(soak=SOAK))
         return next(item for item in found.findings if item.id == criterion)
 
     return find
@@ -111,6 +112,23 @@ class FakeHits:
     def __call__(self, say: Say, request: Request) -> list[Any]:
         self.reads += 1
         text = f'vllm:prompt_tokens_cached_total{{engine="0"}} {20 * self.reads}\n'
+        return [whole(text.encode(), content_type="text/plain")]
+
+
+class Drafts:
+    """/metrics of an engine that drafts: so many steps more with every reading, and first drafts accepted of them."""
+
+    def __init__(self, steps: int, accepted: int) -> None:
+        self.steps, self.accepted, self.reads = steps, accepted, 0
+
+    def __call__(self, say: Say, request: Request) -> list[Any]:
+        self.reads += 1
+        rows = {
+            "num_drafts_total{": self.steps,
+            "num_draft_tokens_total{": 5 * self.steps,
+            'num_accepted_tokens_per_pos_total{position="0",': self.accepted,
+        }
+        text = "".join(f'vllm:spec_decode_{name}engine="0"}} {value * self.reads}\n' for name, value in rows.items())
         return [whole(text.encode(), content_type="text/plain")]
 
 
@@ -252,7 +270,7 @@ MATRIX: tuple[SilentFault, ...] = (
         "a decode rate far below the profile's",
         "smoke.decode",
         "CUDA graphs off",
-        served("smoke.decode", "decode", but(pause=0.02), decode_tps_expected=500.0),
+        served("smoke.decode", "decode", but(pause=0.02), bench={"published": {"decode.code.c1": 500.0}}),
     ),
     SilentFault(
         "health 200 on a dead engine",
@@ -288,6 +306,27 @@ MATRIX: tuple[SilentFault, ...] = (
         "smoke.needle",
         "a fact far back is lost",
         served("smoke.needle", "needle", but(content="111111")),
+    ),
+    SilentFault(
+        "NaN in the drafter's taps",
+        "no first draft accepted in the first steps of a chat",
+        "smoke.drafter",
+        "blind at the start of a chat",
+        served("smoke.drafter", "metrics", Drafts(250, 0), drafter=True, soak={"first_acceptance_min": 0.7}),
+    ),
+    SilentFault(
+        "a drafter half as good",
+        "0.49 of the first drafts of code accepted, in the canary of a soak",
+        "soak.first-acceptance",
+        "far worse than a sound one",
+        soaked("soak.first-acceptance", first=0.49),
+    ),
+    SilentFault(
+        "encoder limit not kept",
+        "a picture of 1,500 prompt tokens",
+        "smoke.images",
+        "pictures fill the context",
+        served("smoke.images", "image", but(prompt_tokens=1520), image_tokens_max=1024),
     ),
     SilentFault(
         "drafter blind",
@@ -330,6 +369,13 @@ MATRIX: tuple[SilentFault, ...] = (
         "soak.vram",
         "memory taken after the profiler ran",
         soaked("soak.vram", vram=lambda at: 20_000 + at * 1000 / 3600),
+    ),
+    SilentFault(
+        "hardly any GPU memory left",
+        "230 MiB left on each GPU at one sample",
+        "soak.headroom",
+        "the engine dies of it",
+        soaked("soak.headroom", vram=lambda at: 23_770.0 if at == LATER else 20_000.0),
     ),
     SilentFault(
         "silent empty answers",

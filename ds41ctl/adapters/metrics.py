@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 class EngineMetrics:
     """One reading, summed over ranks (`kv`: the fullest one). Counters start from 0 with the engine.
 
-    `kv`: used share of the KV cache, 0 to 1. The pairs are (seconds in all, how many): time to first token,
+    `kv`: used share of the KV cache, 0 to 1. `drafts`: steps that drafted; `first_accepted`: those of them whose first
+    draft was accepted. The pairs are (seconds in all, how many): time to first token,
     between tokens, and whole requests.
     """
 
@@ -31,6 +32,8 @@ class EngineMetrics:
     preemptions: float | None = None
     drafted: float | None = None
     accepted: float | None = None
+    drafts: float | None = None
+    first_accepted: float | None = None
     started: float | None = None
     ttft: tuple[float, float] | None = None
     inter_token: tuple[float, float] | None = None
@@ -49,6 +52,8 @@ _COUNTS = {
     "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
     "drafted": ("vllm:spec_decode_num_draft_tokens_total",),
     "accepted": ("vllm:spec_decode_num_accepted_tokens_total",),
+    "drafts": ("vllm:spec_decode_num_drafts_total",),
+    "first_accepted": ("vllm:spec_decode_num_accepted_tokens_per_pos_total",),
 }
 _LARGEST = {
     "kv": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
@@ -72,7 +77,7 @@ def parse(text: str) -> EngineMetrics:
         if name == _INFO:
             said = labels.get("enable_prefix_caching", "").lower()
             caching = {"true": True, "false": False}.get(said, caching)
-        elif math.isfinite(value):
+        elif math.isfinite(value) and labels.get("position", "0") == "0":
             found.setdefault(name, []).append(value)
     fields: dict[str, float | None] = {}
     for field, names in _COUNTS.items():
@@ -95,6 +100,8 @@ def parse(text: str) -> EngineMetrics:
         preemptions=fields["preemptions"],
         drafted=fields["drafted"],
         accepted=fields["accepted"],
+        drafts=fields["drafts"],
+        first_accepted=fields["first_accepted"],
         started=fields["started"],
         ttft=times["ttft"],
         inter_token=times["inter_token"],

@@ -14,9 +14,10 @@ from ds41ctl.adapters.running import Running
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """One GPU. MiB, MHz, NVML's bits of clock event reasons, degrees Celsius, W, MHz."""
+    """One GPU. MiB (used, and in all), MHz, NVML's bits of clock event reasons, degrees Celsius, W, MHz."""
 
     used_mib: float | None = None
+    total_mib: float | None = None
     sm_mhz: int | None = None
     throttle: int | None = None
     temperature_c: int | None = None
@@ -108,6 +109,7 @@ def _gpus() -> tuple[GpuState, ...] | None:
         states.append(
             GpuState(
                 used_mib=float(total - free) if total is not None and free is not None else None,
+                total_mib=float(total) if total is not None else None,
                 sm_mhz=gpu.sm_mhz,
                 throttle=gpu.throttle,
                 temperature_c=gpu.temperature_c,

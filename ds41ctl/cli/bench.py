@@ -14,6 +14,7 @@ from ds41ctl import cli
 from ds41ctl.cli import live, options
 from ds41ctl.cli.app import group
 from ds41ctl.cli.session import Session, open_running
+from ds41ctl.core.errors import ConfigError, NotFoundError
 from ds41ctl.core.exits import Exit
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ app = group("Measure prefill and decode as the recipes report them.")
 def bench(
     profile: options.ProfileOpt = None,
     only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="PART", help="decode, prefill or during-prefill; repeatable.")
+        list[str] | None, typer.Option("--only", metavar="PART", help="decode, context, prefill or during-prefill.")
     ] = None,
     suite: Annotated[
         list[str] | None, typer.Option("--suite", metavar="NAME", help="structured, code or prose; repeatable.")
@@ -41,6 +42,9 @@ def bench(
     recipe: Annotated[
         Path | None, typer.Option("--recipe", metavar="FILE", help="Export the unmarked points as a recipe's JSON.")
     ] = None,
+    texts: Annotated[
+        Path | None, typer.Option("--texts", metavar="DIR", help="Long texts of your own for the row prefill.texts.")
+    ] = None,
     json: options.JsonOpt = False,
 ) -> None:
     """Measure the running engine. Exit 0; 3 when a number is marked or missing; 11 when another load runs."""
@@ -52,7 +56,7 @@ def bench(
                 raise typer.BadParameter(f"{name} is one of: " + ", ".join(known))
     session = open_running(profile)
     with live.only_load(session, f"a bench of {session.profile.name}"):
-        _bench(session, tuple(only or PARTS), tuple(suite or SUITES), force, target, yes, recipe)
+        _bench(session, tuple(only or PARTS), tuple(suite or SUITES), force, target, yes, recipe, texts)
 
 
 def _bench(
@@ -63,6 +67,7 @@ def _bench(
     target: str | None,
     yes: bool,
     recipe: Path | None,
+    texts: Path | None,
 ) -> None:
     from ds41ctl.adapters import files
     from ds41ctl.adapters.journal import new_folder
@@ -70,8 +75,9 @@ def _bench(
 
     known = live.to_load(session, target, confirmed=yes)
     engine = bench.Target(
-        url=known.url, profile=session.profile, record=known.record, drift=known.drift, confirmed=yes, key=known.key
-    )
+        url=known.url, profile=session.profile, record=known.record, drift=known.drift, confirmed=yes, key=known.key,
+        texts=_texts(session, texts),
+    )  # fmt: skip
     runs = session.dirs.state / "bench"
     earlier = _latest(runs)
     cli.out.line(f"bench  {session.profile.name}  {known.url}")
@@ -86,7 +92,7 @@ def _bench(
     rows = bench.run(engine, parts=parts, suites=suites, force=force, seed=secrets.randbits(31), show=show)
     folder = new_folder(runs)
     digests = {"profile": known.profile_digest, "engine": known.engine_digest, "facts": known.facts_digest}
-    saved = bench_report.document(folder.name, started, session.profile, digests, rows, known.drift)
+    saved = bench_report.document(folder.name, started, session.profile, digests, rows, known.drift, known.drafter)
     compared = bench_report.comparison(saved, session.profile, earlier)
     files.publish_json(folder / FILE, saved)
     files.publish(folder / "bench.md", [bench_report.markdown(saved, session.profile, compared).encode()])
@@ -104,6 +110,19 @@ def _bench(
     cli.out.hint(f"less {folder / 'bench.md'}")
     if bad or not rows:
         raise typer.Exit(int(Exit.INCONCLUSIVE))
+
+
+def _texts(session: Session, folder: Path | None) -> tuple[tuple[str, str], ...]:
+    """The user's texts by name; none without a folder. Raises NotFoundError, ConfigError."""
+    from smoke.fidelity import texts_of
+
+    if folder is None:
+        return ()
+    if not session.profile.bench.prefill_texts:
+        raise ConfigError(f"--texts: profile {session.profile.name} asks for no texts (bench.prefill_texts is empty)")
+    if not folder.is_dir():
+        raise NotFoundError(f"no folder {folder}")
+    return tuple(texts_of(folder).items())
 
 
 def _latest(runs: Path) -> dict[str, Any] | None:

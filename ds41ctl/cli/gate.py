@@ -94,7 +94,9 @@ def _record_engine(profile: str | None, reference: Path | None, out: Path | None
     session = open_running(profile)
     known = gate.read(reference or gate.default_path(session.layout))
     target = out or session.layout.dirs.state / "gate" / f"{session.layout.name}-engine.ref"
-    said, _, left_out = gate.ask(live.client(session), session.profile, known, cli.out.progress)
+    said, _, left_out = gate.ask(
+        live.client(session), session.profile, known, cli.out.progress, argv=live.started(session)
+    )
     digest = gate.write(target, said)
     for text in left_out:
         cli.out.note(f"left out: {text}")
@@ -127,7 +129,9 @@ def compare(
         if [p.ids for p in candidate.prompts] != [p.ids for p in known.prompts]:
             known, candidate = _common(known, candidate, other)
     else:
-        candidate, chosen, left_out = gate.ask(live.client(session), session.profile, known, cli.out.progress)
+        candidate, chosen, left_out = gate.ask(
+            live.client(session), session.profile, known, cli.out.progress, argv=live.started(session)
+        )
         known, against = core.same_prompts(known, chosen, candidate.prompts), f"{session.layout.url}/v1"
     found = core.compare(known, candidate, limit, left_out)
     source = session.profile.source_of("gate.kl_max") if threshold is None and limit is not None else ""
@@ -140,6 +144,42 @@ def compare(
     if html is not None:
         _write(html, page(found, f"gate: {session.profile.name}", facts))
     _verdict(found)
+
+
+@app.command()
+def fidelity(
+    reference: Annotated[
+        Path | None, typer.Argument(help="Record of another engine or pack (its windows are asked).")
+    ] = None,
+    profile: options.ProfileOpt = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Restart the engine half-way: the numbers must be the same bits.")
+    ] = False,
+    texts: Annotated[
+        Path | None, typer.Option("--texts", metavar="DIR", help="Text sets, one NAME.txt each; default: generated.")
+    ] = None,
+    windows: Annotated[int, typer.Option("--windows", min=1, max=4096, help="Windows of each text set.")] = 64,
+    window_tokens: Annotated[
+        int | None, typer.Option("--window-tokens", min=2, help="Tokens of a window; default: 1024, or what is safe.")
+    ] = None,
+    lists: Annotated[int, typer.Option("--lists", min=0, max=10_000, help="Lists of 40 identifiers to copy.")] = 100,
+    passes: Annotated[int, typer.Option("--passes", min=1, max=99, help="How often each list is copied.")] = 3,
+    junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Also write JUnit XML.")] = None,
+    json: options.JsonOpt = False,
+) -> None:
+    """Copies of lists, perplexity by text set, and with --restart the same bits after a restart: all in one go.
+
+    Exit 1 when something is wrong, 3 when it cannot be judged; 11 when another load runs.
+    """
+    from ds41ctl.cli.fidelity import Wanted, measure
+
+    wanted = Wanted(
+        reference=reference, restart=restart, texts=texts, windows=windows, window_tokens=window_tokens, lists=lists,
+        passes=passes, junit=junit,
+    )  # fmt: skip
+    session = open_running(profile)
+    with live.only_load(session, f"a fidelity run of {session.profile.name}"):
+        measure(session, wanted)
 
 
 @app.command()

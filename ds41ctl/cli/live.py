@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Live:
     """The engine behind a URL: its record when it was started here, the digests its numbers belong to, and `drift`:
-    what differs from the profile (each a sentence). `key`: what to send to it."""
+    what differs from the profile (each a sentence). `drafter`: it was started with one (None: not known). `key`: what
+    to send to it."""
 
     url: str
     record: Running | None
@@ -30,6 +31,7 @@ class Live:
     facts_digest: str
     store_dir: Path | None
     drift: tuple[str, ...]
+    drafter: bool | None = None
     key: str | None = field(default=None, repr=False)
 
 
@@ -40,6 +42,20 @@ def client(session: Session) -> EngineClient:
 
     record = running.read(session.layout.record_path)
     return EngineClient(session.layout.url, _key(session, record))
+
+
+def started(session: Session) -> tuple[str, ...]:
+    """The command line that this profile's running engine was started with; empty when it was not started here."""
+    from ds41ctl.adapters import running
+
+    record = running.read(session.layout.record_path)
+    return record.argv if record is not None and record.alive() else ()
+
+
+def drafter(session: Session) -> bool | None:
+    """Whether this profile's running engine was started with its drafter; None: it was not started here."""
+    argv = started(session)
+    return session.profile.drafter_in(argv) if argv else None
 
 
 def _key(session: Session, record: Running | None) -> str | None:
@@ -75,6 +91,7 @@ def look(session: Session, target: str | None) -> Live:
         # who reads shards need not map them: nothing can be looked for while a load runs
         store_dir=store.locate(layout) if record is not None and reads_records(layout) else None,
         drift=found,
+        drafter=session.profile.drafter_in(record.argv) if record is not None else None,
         # a key of this machine is not sent to another one
         key=_key(session, record) if record is not None or is_loopback(url) else None,
     )

@@ -151,6 +151,7 @@ class Smoke:
             only=self.only,
             on_finding=on_finding,
             deadline_s=self.deadline_s,
+            drafter=live.drafter(self.session),
         )
         failed = [item for item in self.findings if item.failed(strict=False) or item.status is Status.UNKNOWN]
         skipped = sum(1 for item in self.findings if item.status is Status.SKIP)

@@ -99,7 +99,7 @@ def _fidelity(
         raise typer.BadParameter("--record and --fidelity exclude each other")
     if texts is not None and not texts.is_dir():
         raise NotFoundError(f"no folder {texts}")
-    client = live.client(session)
+    client, argv = live.client(session), live.started(session)
 
     def progress(text: str) -> None:
         cli.out.progress(f"  {text}")
@@ -117,7 +117,7 @@ def _fidelity(
             "texts": str(texts) if texts else "built in",
         }
         sets = fidelity.texts_of(texts) if texts else fidelity.builtin_texts()
-        found = fidelity.record(client, session.profile, sets, provenance, progress, windows=windows)
+        found = fidelity.record(client, session.profile, sets, provenance, progress, windows=windows, argv=argv)
         sha256 = files.publish(record.absolute(), [fidelity.dump(found)])
         cli.out.data({"file": str(record), "sha256": sha256, "windows": len(found.windows), "provenance": provenance})
         cli.out.line(f"{len(found.windows)} windows in {record}, sha256 {sha256[:12]}", mark="OK")
@@ -128,7 +128,8 @@ def _fidelity(
     except OSError as error:
         raise NotFoundError(f"{reference}: {error.strerror}", hints=("ds41ctl smoke --record FILE",)) from None
     old = fidelity.parse(raw, str(reference))
-    findings = fidelity.judge(old, fidelity.again(client, session.profile, old, progress), session.profile)
+    new = fidelity.again(client, session.profile, old, progress, argv=argv)
+    findings = fidelity.judge(old, new, session.profile)
     cli.out.findings(findings)
     cli.out.data(
         {

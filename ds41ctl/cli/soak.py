@@ -44,6 +44,12 @@ def run(
     quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_MINUTES:g} minutes.")] = False,
     long: Annotated[bool, typer.Option("--long", help=f"{LONG_MINUTES / 60:g} hours.")] = False,
     mode: Annotated[str, typer.Option("--mode", help="mixed, fresh or waves (of 8 long prompts).")] = "mixed",
+    waves: Annotated[
+        int | None, typer.Option("--waves", min=1, max=1000, help="With --mode waves: so many and no more.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option("--prompt-tokens", min=16, help="With --mode waves: length of each prompt.")
+    ] = None,
     cron: Annotated[bool, typer.Option("--cron", help="Silent on success, one line on stderr otherwise.")] = False,
     target: Annotated[
         str | None, typer.Option("--target", metavar="URL", help="An engine that was not started here.")
@@ -61,16 +67,28 @@ def run(
         raise typer.BadParameter("--mode is " + ", ".join(MODES))
     if sum((minutes is not None, quick, long)) > 1:
         raise typer.BadParameter("--minutes, --quick and --long exclude each other")
+    if mode != "waves" and (waves is not None or prompt_tokens is not None):
+        raise typer.BadParameter("--waves and --prompt-tokens need --mode waves")
+    if waves is not None and (minutes is not None or quick or long):
+        raise typer.BadParameter("--waves says how long: it excludes --minutes, --quick and --long")
     length = QUICK_MINUTES if quick else LONG_MINUTES if long else minutes
     if cron:
         _cron_environment()
     session = open_running(profile)
     with live.only_load(session, f"a soak of {session.profile.name}"):
-        _soak(session, length, mode, cron, target, yes, prom)
+        _soak(session, length, mode, waves, prompt_tokens or 0, cron, target, yes, prom)
 
 
 def _soak(
-    session: Session, minutes: float | None, mode: str, cron: bool, target: str | None, yes: bool, prom: Path | None
+    session: Session,
+    minutes: float | None,
+    mode: str,
+    waves: int | None,
+    prompt_tokens: int,
+    cron: bool,
+    target: str | None,
+    yes: bool,
+    prom: Path | None,
 ) -> None:
     from ds41ctl.adapters import files
     from ds41ctl.adapters.journal import new_folder
@@ -79,7 +97,10 @@ def _soak(
     from smoke.trace import Start, collect, line
 
     seed = secrets.randbits(31)
-    plan = soak.Plan.of(session.profile, minutes=minutes, mode=_mode(mode), seed=seed)
+    if waves is not None:
+        plan = soak.Plan.of_waves(session.profile, waves=waves, prompt_tokens=prompt_tokens, seed=seed)
+    else:
+        plan = soak.Plan.of(session.profile, minutes=minutes, mode=_mode(mode), seed=seed, prompt_tokens=prompt_tokens)
     known = live.to_load(session, target, confirmed=yes)
     engine = soak.Target(
         url=known.url,
@@ -89,6 +110,7 @@ def _soak(
         store_dir=known.store_dir,
         confirmed=yes,
         key=known.key,
+        drafter=known.drafter,
     )
     folder = new_folder(session.dirs.state / "soak", session.profile.soak.keep)
     # the profile as it is now stays with the run, so that a report made later judges by the same criteria
@@ -105,9 +127,9 @@ def _soak(
             cli.out.progress(f"  {text}")
 
     if not cron:
-        cli.out.line(
-            f"soak  {session.profile.name}  {known.url}  {plan.seconds / 60:g} min, {mode}, {plan.streams} streams"
-        )
+        length = f"{plan.waves} waves, " if plan.waves else f"{plan.seconds / 60:g} min, "
+        of = f" of {plan.prompt_tokens} tokens" if plan.prompt_tokens else ""
+        cli.out.line(f"soak  {session.profile.name}  {known.url}  {length}{mode}, {plan.streams} streams{of}")
         for text in known.drift:
             cli.out.note(f"note: {text}")
     cli.out.restart_progress()
@@ -122,6 +144,9 @@ def _soak(
                 facts_digest=known.facts_digest,
                 mode=mode,
                 planned_s=plan.seconds,
+                waves=plan.waves,
+                prompt_tokens=plan.prompt_tokens,
+                drafter=known.drafter,
                 sample_s=plan.sample_s,
                 gpus=session.profile.hardware.gpus,
                 store_expected=known.store_dir is not None,

@@ -328,8 +328,8 @@ class Smoke(_Model):
     perplexity_change_max: float = Field(0.01, ge=0, le=1, description="share of perplexity that may be lost")
     kl_max: float | None = Field(None, gt=0, le=1e6, description="largest mean KL per position to a reference, nats")
     batch_exact: bool = Field(False, description="answers in a batch must be those of a request alone")
-    decode_tps_expected: float | None = Field(
-        None, gt=0, le=1e6, description="streamed decode rate published for this profile, tok/s"
+    image_tokens_max: int | None = Field(
+        None, ge=1, le=1 << 20, description="prompt tokens that one picture may become; None: not checked"
     )
 
 
@@ -359,6 +359,12 @@ class Soak(_Model):
     rss_gib_per_hour_max: float = Field(1.0, gt=0, description="host memory of the engine's processes")
     kv_idle_margin: float = Field(0.01, ge=0, lt=1, description="KV use after a drain, above the idle level")
     acceptance_min: float | None = Field(None, ge=0, le=1, description="drafter: accepted over drafted tokens")
+    first_acceptance_min: float | None = Field(
+        None, ge=0, le=1, description="drafter: share of the steps whose first draft is accepted, for code in a chat"
+    )
+    vram_headroom_mib_min: float | None = Field(
+        None, ge=0, description="memory that each GPU must have left at the highest sample, MiB; None: not judged"
+    )
     clock_margin_mhz: int = Field(15, ge=0, le=1000, description="how far below clocks.sm_mhz is still locked")
     clock_share_min: float = Field(0.99, gt=0, le=1, description="share of samples under load at the locked clock")
     stall_s: float = Field(120, gt=0, description="requests running and no token for this long is a dead engine")
@@ -373,11 +379,24 @@ class Bench(_Model):
     concurrency: tuple[int, ...] = Field((1, 2, 4, 8), description="streams at once; above serve.max_num_seqs left out")
     prefill_tokens: tuple[int, ...] = Field((8192, 32768, 131072), description="lengths of cold prompts")
     prefill_runs: int = Field(3, ge=1, le=99, description="the median of this many")
+    prefill_texts: tuple[int, ...] = Field(
+        (), description="lengths of the texts of the row prefill.texts: the median over prefill_runs cold runs of each"
+    )
+    context_tokens: tuple[int, ...] = Field(
+        (8192, 32768, 131072), description="prompts after which decode is measured (rows decode.SUITE.c1@TOKENS)"
+    )
     during_prefill_tokens: int = Field(
         32768, ge=0, description="prompt beside which one stream decodes; 0: not measured"
     )
-    logprob_window: int = Field(512, ge=16, description="longest prompt that prompt_logprobs may be asked for")
-    published: dict[str, float] = Field(default_factory=dict, description="row -> figure its author published")
+    logprob_window: int | None = Field(
+        None, ge=0, description="longest prompt the engine has room to answer prompt_logprobs for; unset: not known"
+    )
+    published: dict[str, float] = Field(
+        default_factory=dict, description="row -> figure its author published, with the drafter as this profile has it"
+    )
+    published_plain: dict[str, float] = Field(
+        default_factory=dict, description="row -> figure its author published without the drafter that this profile has"
+    )
 
 
 class Profile(_Model):
@@ -409,6 +428,29 @@ class Profile(_Model):
         if faults:
             raise ValueError("\n".join(faults))
         return self
+
+    @property
+    def drafter(self) -> bool:
+        """True when the engine drafts tokens as this profile starts it."""
+        return self.drafter_in(self.serve.argv + (self.serve.dspark_argv if self.serve.dspark else ()))
+
+    def drafter_in(self, argv: tuple[str, ...]) -> bool:
+        """True when an engine started with `argv` drafts tokens."""
+        if any(word.startswith("--spec") or word == "-sc" for word in argv):
+            return True
+        added = self.serve.dspark_argv
+        return bool(added) and any(argv[at : at + len(added)] == added for at in range(len(argv)))
+
+    def figures(self, drafter: bool | None) -> dict[str, float]:
+        """Published figures for an engine with this drafter setting (None: not known): row -> tok/s.
+
+        Empty when none were published for that setting, or when it matters and nobody knows it.
+        """
+        if drafter is None:
+            return {} if self.serve.dspark_argv else self.bench.published
+        if drafter == self.drafter:
+            return self.bench.published
+        return {} if drafter else self.bench.published_plain
 
     def source_of(self, key: str) -> str:
         """Source of the number at dotted `key` (longest matching prefix), '' when none is given."""

@@ -12,6 +12,7 @@ from typing import Any
 from ds41ctl.adapters import files
 from ds41ctl.adapters.http import EngineClient, Fault, HttpFault, Limits
 from ds41ctl.adapters.oracle import OracleRun, run
+from ds41ctl.core import logprobs
 from ds41ctl.core import reference as reference_module
 from ds41ctl.core.errors import NotFoundError
 from ds41ctl.core.layout import Layout
@@ -86,13 +87,20 @@ def _gib(size: float) -> str:
 
 
 def ask(
-    client: EngineClient, profile: Profile, reference: Reference, progress: Callable[[str], None]
+    client: EngineClient,
+    profile: Profile,
+    reference: Reference,
+    progress: Callable[[str], None],
+    *,
+    argv: tuple[str, ...] = (),
 ) -> tuple[Reference, list[int], list[str]]:
-    """Ask the running engine about the prompts of `reference`, each cut to the profile's safe window.
+    """Ask the running engine about the prompts of `reference`, each cut to the window that is safe for it. `argv`: how
+    it was started.
 
-    Returns what it said, the numbers of the prompts it was asked, and why others were left out. Raises HttpFault.
+    Returns what it said, the numbers of the prompts it was asked, and why others were left out. Raises HttpFault, and
+    NoRoomError before anything is sent.
     """
-    window = min(profile.bench.logprob_window, profile.serve.max_model_len - 1)
+    window = logprobs.window(profile, argv)
     k = min(int(option_value(profile.serve.argv, "--max-logprobs") or DEFAULT_LOGPROBS), reference.k)
     found: list[Scores] = []
     chosen, left_out = [], []

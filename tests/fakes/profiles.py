@@ -27,8 +27,15 @@ def without_speed(folder: Path) -> Path:
     return path
 
 
-def least_profile(*, gpus: int = 2, **smoke_values: Any) -> Profile:
-    """The least profile with GPUs at a locked clock and a drafter; without either when `gpus` is 0."""
+def least_profile(
+    *,
+    gpus: int = 2,
+    drafter: bool = False,
+    bench: dict[str, Any] | None = None,
+    soak: dict[str, Any] | None = None,
+    **smoke_values: Any,
+) -> Profile:
+    """The least profile, with GPUs at a locked clock when `gpus` is not 0; `drafter`: with one that can be left out."""
     values = {"canaries": "random", "needle_tokens": 300, "image_limit": 64, **smoke_values}
     return Profile.model_validate(
         {
@@ -53,12 +60,14 @@ def least_profile(*, gpus: int = 2, **smoke_values: Any) -> Profile:
                 "stall_timeout_s": 1,
                 "max_model_len": 2000,
                 "max_num_seqs": 4,
-                "dspark": False,
+                "dspark": drafter,
+                "dspark_argv": ["--speculative-config", "{}"] if drafter else [],
             },
             "engram": {"storage": "none"},
             "clocks": {"sm_mhz": 1530} if gpus else {},
             "smoke": values,
-            "soak": {"acceptance_min": 0.4} if gpus else {},
-            "provenance": {"model": "test", "serve": "test", "smoke": "test", "clocks": "test", "soak": "test"},
+            "soak": ({"acceptance_min": 0.4} if gpus else {}) | (soak or {}),
+            "bench": {"logprob_window": 512} | (bench or {}),
+            "provenance": dict.fromkeys(("model", "serve", "smoke", "clocks", "soak", "bench"), "test"),
         }
     )

@@ -331,7 +331,7 @@ class FakeEngine:
 
     def _seen(self, url: str) -> str:
         png = base64.b64decode(url.partition(",")[2])
-        return next(image.answer for image in self.canaries.images if image.png == png)
+        return next((image.answer for image in self.canaries.images if image.png == png), "A plain square.")
 
     def body(self, say: Say) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": say.content}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ def profile(**values: Any) -> Profile:
         "concurrency": (1, 2, 4),
         "prefill_tokens": (500, 100_000),
         "prefill_runs": 3,
+        "context_tokens": (500, 3700),
         "during_prefill_tokens": 0,
         "published": {"decode.code.c1": 200.0},
         **values,
@@ -63,9 +65,10 @@ def measure(
 ) -> dict[str, Row]:
     drift = values.pop("drift", ())
     force = values.pop("force", False)
+    texts = values.pop("texts", ())
     engine = Engine(CANARIES, token_s=0.01, quirks={intent: quirk} if quirk else {})
     with ScriptedServer(engine) as server:
-        target = bench.Target(server.url, profile(**values), drift=drift)
+        target = bench.Target(server.url, profile(**values), drift=drift, texts=texts)
         rows = bench.run(target, parts=parts, suites=("code",), force=force)
     return {row.name: row for row in rows}
 
@@ -128,6 +131,90 @@ def test_a_text_that_came_out_too_short_teaches_the_length_and_is_measured_again
 def test_what_spoils_a_number_is_written_on_it(parts: Any, quirk: Quirk, intent: str, mark: str) -> None:
     for row in measure(parts, quirk, intent).values():
         assert any(mark in item for item in row.marks), row
+
+
+def test_decode_behind_a_prompt_counts_the_decode_alone_and_leaves_out_what_does_not_fit() -> None:
+    sent: list[str] = []
+
+    def slow_start(say: Say, request: Request) -> Say | Script:
+        sent.append(str(request.body["messages"][-1]["content"]))
+        if request.body["max_tokens"] < 40:
+            return say
+        head, *rest = Engine(CANARIES).stream(replace(say, pause=0.005))
+        return [head, 2.0, *rest]
+
+    rows = measure(("context",), quirk=slow_start)
+    assert list(rows) == ["decode.code.c1@500"], "3,700 tokens and the answer are more than 4,096"
+    row = rows["decode.code.c1@500"]
+    assert row.value is not None and row.value > 40 / 2.0, "the two seconds until the first token are not in it"
+    assert row.marks == () and 485 <= (row.detail["prompt_tokens"] or 0) <= 600 and row.detail["tokens"] == 40
+    warm, asked = sent[-2:]
+    assert asked.startswith(warm) and "Python module" in asked[len(warm) :], "the document was in the cache before"
+
+
+def test_decode_behind_a_prompt_that_came_out_short_is_marked() -> None:
+    row = measure(("context",), quirk=but(prompt_tokens=90))["decode.code.c1@500"]
+    assert any("prompt of 90 tokens, 500 wanted" in mark for mark in row.marks)
+
+
+def test_prefill_of_texts_is_the_median_of_all_runs_each_with_a_start_of_its_own() -> None:
+    sent: list[str] = []
+
+    def watch(say: Say, request: Request) -> Say:
+        sent.append(str(request.body["messages"][-1]["content"]))
+        return say
+
+    values = {"prefill_tokens": (), "prefill_texts": (400, 500, 600), "prefill_runs": 3}
+    row = measure(("prefill",), quirk=watch, **values)["prefill.texts"]
+    texts = sent[2:]
+    assert row.detail["runs"] == 9 == len({text[:20] for text in texts}), "no prefix is there twice"
+    assert row.value is not None and 5000 < row.value < 10_500 and not any("wanted" in mark for mark in row.marks)
+    assert row.note == "texts: generated here (english, french, code)"
+    given = (("voyage", "Long ago. " * 2000), ("letters", "Dear friend, " * 2000), ("notes", "Item one: " * 2000))
+    row = measure(("prefill",), texts=given, **values)["prefill.texts"]
+    assert row.note == "texts: voyage, letters, notes" and row.detail["shortest"] == pytest.approx(412, abs=20)
+    short = measure(("prefill",), texts=(("note", "Too short. " * 20),), **values)["prefill.texts"]
+    assert any("wanted" in mark for mark in short.marks)
+
+
+def test_a_figure_is_compared_with_the_one_of_its_own_drafter_setting() -> None:
+    base = profile(published_plain={"decode.code.c1": 75.0})
+    drafted = base.model_copy(
+        update={
+            "serve": base.serve.model_copy(update={"dspark": True, "dspark_argv": ("--speculative-config", "{}")}),
+        }
+    )
+
+    def published(drafter: bool | None, tested: Profile = drafted) -> Any:
+        now = bench_report.document("r", "2026", tested, DIGESTS, ROWS[:1], (), drafter)
+        return bench_report.comparison(now, tested, None)[0]["published"]
+
+    assert (published(True), published(False), published(None)) == (200.0, 75.0, None)
+    assert published(None, base) == 200.0, "a profile without a drafter has one setting"
+    same = bench_report.document("r", "2026", drafted, DIGESTS, ROWS[:1], (), True)
+    other = bench_report.document("r", "2026", drafted, DIGESTS, ROWS[:1], (), False)
+    assert bench_report.comparison(same, drafted, same)[0]["of_earlier"] == 1.0
+    assert bench_report.comparison(same, drafted, other)[0]["of_earlier"] is None
+
+
+def test_points_behind_a_prompt_and_of_texts_have_their_place_in_a_recipe() -> None:
+    rows = [
+        Row("decode.code.c1@500", 80.0, "tok/s", {"prompt_tokens": 512}),
+        Row("prefill.texts", 2500.0, "tok/s", {"runs": 9, "shortest": 400, "longest": 600}, note="texts: mine"),
+    ]
+    exported = bench_report.recipe(bench_report.document("r", "2026", profile(), DIGESTS, rows, ()), profile())
+    decode, prefill = exported["perf_points"]
+    assert (decode["context_len"], decode["concurrency"], decode["decode_tok_s"]) == (500, 1, 80.0)
+    assert "behind a prompt of 512 tokens" in decode["notes"]
+    assert (
+        prefill["prefill_tok_s"] == 2500.0 and "median of 9 runs of 400 to 600 tokens; texts: mine" in prefill["notes"]
+    )
+    text = bench_report.markdown(
+        bench_report.document("r", "2026", profile(), DIGESTS, rows, ()), profile(), bench_report.comparison(
+            bench_report.document("r", "2026", profile(), DIGESTS, rows, ()), profile(), None
+        ),
+    )  # fmt: skip
+    assert "- prefill.texts: texts: mine" in text
 
 
 def test_a_prefill_served_by_the_cache_is_no_prefill() -> None:

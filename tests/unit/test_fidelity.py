@@ -180,4 +180,55 @@ def test_text_sets_are_the_files_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "broken.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"broken\.txt: not UTF-8"):
         fidelity.texts_of(tmp_path)
-    assert set(fidelity.builtin_texts()) == {"prose", "code", "identifiers"}
+
+
+def test_the_built_in_sets_are_english_french_and_code_long_enough_for_the_seeds_windows_and_always_the_same() -> None:
+    found = fidelity.builtin_texts(fidelity.SEED_WINDOWS * fidelity.SEED_WINDOW)
+    assert list(found) == ["english", "french", "code"]
+    for name, text in found.items():
+        assert len(text) > 4 * 64 * 1024, f"{name}: 64 windows of 1,024 tokens of four characters"
+    assert found == fidelity.builtin_texts(fidelity.SEED_WINDOWS * fidelity.SEED_WINDOW)
+    for text, words in ((found["english"], " the "), (found["french"], " la "), (found["code"], "return ")):
+        assert text.count(words) > 300
+    windows = [found["french"][at : at + 4000] for at in range(0, 256_000, 4000)]
+    assert len(set(windows)) == 64
+    for broken in ("que une", "que on ", "si il", "{", "de le ", "à le "):
+        assert broken not in found["french"], broken
+
+
+def test_the_length_of_a_window_is_the_seeds_where_there_is_room_and_never_more_than_is_safe() -> None:
+    roomy = least_profile(bench={"logprob_window": 1500})
+    assert fidelity.window_size(roomy, None) == 1500 and fidelity.window_size(roomy, 1024) == 1024
+    with pytest.raises(ConfigError, match="windows of 1024 tokens: fake has room for 512") as caught:
+        fidelity.window_size(PROFILE, 1024)
+    assert caught.value.hints == ("--window-tokens 512",)
+
+
+def test_without_another_engine_perplexity_is_measured_by_set_and_not_judged() -> None:
+    found = {item.id: item for item in fidelity.perplexities(record(LogprobServer(), TEXTS))}
+    assert list(found) == [f"fidelity.perplexity.{name}" for name in ("all", "prose", "code")]
+    assert "8 windows" in found["fidelity.perplexity.all"].found
+    assert "nothing to compare with" in found["fidelity.perplexity.code"].summary
+
+
+def restarted(shift: Callable[[int], float], profile: Any, differs: str = "") -> Any:
+    first = record(LogprobServer(), TEXTS)
+    with ScriptedServer(LogprobServer(shift)) as running:
+        second = fidelity.again(EngineClient(running.url), profile, first, lambda text: None)
+    return fidelity.restarted(first, second, profile, differs)
+
+
+def test_a_restart_must_give_the_same_bits_where_the_profile_promises_them() -> None:
+    def one_bit(token: int) -> float:
+        return 1e-12 if chr(token) == "q" else 0.0
+
+    same = restarted(lambda token: 0.0, EXACT)
+    assert same.status is Status.OK and same.found.startswith("8 of 8 windows of up to 512 tokens bit-identical")
+    changed = restarted(one_bit, EXACT)
+    assert changed.status is Status.FAIL and changed.found.startswith("4 of 8") and changed.fix
+    assert restarted(one_bit, PROFILE).status is Status.WARN, "not promised, and not to be overlooked"
+
+
+def test_a_restart_that_started_something_else_proves_nothing() -> None:
+    found = restarted(lambda token: 0.0, EXACT, "the command line")
+    assert found.status is Status.UNKNOWN and "not started as before: the command line" in found.summary

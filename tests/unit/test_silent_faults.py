@@ -11,7 +11,7 @@ from smoke.soak_judge import judge
 from tests.fakes.profiles import least_profile
 from tests.fakes.soak_traces import Script, trace
 from tests.fakes.sse_server import FakeEngine, ScriptedServer
-from tests.silent_faults import CANARIES, MATRIX, SilentFault
+from tests.silent_faults import CANARIES, MATRIX, SOAK, Drafts, SilentFault
 
 
 @pytest.mark.parametrize("row", MATRIX, ids=[row.fault for row in MATRIX])
@@ -25,9 +25,12 @@ def test_the_fault_is_seen_and_named(row: SilentFault) -> None:
 
 
 def test_without_a_fault_none_of_these_checks_says_anything() -> None:
+    profile = least_profile(drafter=True, soak=SOAK, image_tokens_max=1024)
     with ScriptedServer(FakeEngine(CANARIES)) as server:
-        findings = smoke.run(EngineClient(server.url), CANARIES, least_profile(), level="full", deadline_s=60)
-    findings += judge(trace(Script(gpus=2, drafter=0.8)), least_profile()).findings
+        findings = smoke.run(EngineClient(server.url), CANARIES, profile, level="full", deadline_s=60)
+    with ScriptedServer(FakeEngine(CANARIES, quirks={"metrics": Drafts(200, 180)})) as server:
+        findings += smoke.run(EngineClient(server.url), CANARIES, profile, only=("drafter",))
+    findings += judge(trace(Script(gpus=2, drafter=0.8, first=0.9)), profile).findings
     checks = {row.detected for row in MATRIX}
     told = {item.id: item.status for item in findings}
     assert checks <= set(told)

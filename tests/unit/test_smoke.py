@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import socket
+import struct
 import time
 from dataclasses import replace
 from typing import Any
@@ -83,7 +85,9 @@ def test_a_healthy_engine_passes_everything(level: smoke.Level) -> None:
     findings = run(level=level)
     included = smoke.LEVELS[: smoke.LEVELS.index(level) + 1]
     assert list(findings) == [test.id for test in smoke.TESTS if test.level in included]
-    assert len(findings) == {"quick": 12, "full": 17, "thorough": 17}[level]
+    assert len(findings) == {"quick": 12, "full": 18, "thorough": 18}[level]
+    drafter = findings.pop("smoke.drafter", None)
+    assert drafter is None or drafter.status is Status.SKIP
     assert {finding.status for finding in findings.values()} == {Status.OK}, findings
 
 
@@ -308,10 +312,155 @@ def test_the_decode_rate_is_the_engines_pace_not_its_events() -> None:
     assert "nothing to compare with" in finding.summary
 
 
+def rows(**published: float) -> dict[str, Any]:
+    """[bench] with these figures for one stream."""
+    return {"published": {f"decode.{suite}.c1": value for suite, value in published.items()}}
+
+
 def test_a_slow_decode_is_a_warning_and_a_fast_one_ok() -> None:
-    assert one("smoke.decode", decode_tps_expected=1e6).status is Status.WARN
-    finding = one("smoke.decode", decode_tps_expected=1.0)
-    assert finding.status is Status.OK and "of the expected 1" in finding.summary
+    assert one("smoke.decode", bench=rows(code=1e6)).status is Status.WARN
+    finding = one("smoke.decode", bench=rows(code=1.0))
+    assert finding.status is Status.OK and "of the published 1 for code" in finding.summary
+
+
+def asked_for(bench: dict[str, Any], **values: Any) -> tuple[Finding, list[str]]:
+    """smoke.decode on a profile with a drafter, and what it asked to be written at length."""
+    profile = least_profile(drafter=True, bench=bench)
+    with ScriptedServer(FakeEngine(CANARIES)) as server:
+        found = smoke.run(EngineClient(server.url), CANARIES, profile, only=("decode",), deadline_s=20, **values)[0]
+        bodies = [request.body for request in server.requests if request.body.get("max_tokens", 0) > 8]
+    check_form(found)
+    return found, [str(body["messages"][0]["content"]) for body in bodies]
+
+
+def test_decode_is_measured_on_the_kind_of_text_that_has_a_figure() -> None:
+    found, texts = asked_for(rows(code=1.0), drafter=True)
+    assert found.status is Status.OK and "Python module" in texts[0] and "for code, drafter on" in found.summary
+    found, texts = asked_for(rows(prose=1e6), drafter=True)
+    assert found.status is Status.WARN and "lighthouse keeper who finds" in texts[0] and "for prose" in found.summary
+
+
+def test_without_its_drafter_an_engine_is_compared_with_the_figure_of_plain_decode() -> None:
+    both = {**rows(code=1e6), "published_plain": {"decode.code.c1": 1.0}}
+    assert asked_for(both, drafter=True)[0].status is Status.WARN
+    found, _ = asked_for(both, drafter=False)
+    assert found.status is Status.OK and "of the published 1 for code, drafter off" in found.summary
+    slow = {**rows(code=1.0), "published_plain": {"decode.code.c1": 1e6}}
+    assert asked_for(slow, drafter=False)[0].status is Status.WARN
+
+
+def test_without_a_figure_for_the_setting_decode_is_measured_and_said_not_to_be_judged() -> None:
+    found, _ = asked_for(rows(code=1e6), drafter=False)
+    assert found.status is Status.OK and "no figure is published for it, drafter off" in found.summary
+
+
+def test_an_engine_of_unknown_drafter_setting_is_not_judged_unless_its_counters_tell() -> None:
+    found, _ = asked_for(rows(code=1.0), drafter=None)
+    assert found.status is Status.UNKNOWN and "nobody knows whether the drafter is on" in found.summary
+    quirks = {"metrics": spec_page(0, 0)}
+    with ScriptedServer(FakeEngine(CANARIES, quirks=quirks)) as server:
+        profile = least_profile(drafter=True, bench=rows(code=1.0))
+        found = smoke.run(EngineClient(server.url), CANARIES, profile, only=("decode",))[0]
+    assert found.status is Status.OK and "drafter on" in found.summary
+
+
+# drafter
+
+
+def spec_page(drafts: float, first: float, *, made: float | None = None) -> Quirk:
+    """/metrics of an engine that drafts: each reading finds `drafts` more steps, `first` of them with a good first
+    draft, and `made` more tokens."""
+    count = {"n": 0}
+
+    def quirk(say: Say, request: Any) -> list[Any]:
+        n = count["n"] = count["n"] + 1
+        values = {"num_drafts": drafts, "num_draft_tokens": 5 * drafts, "num_accepted_tokens": 2 * first}
+        text = "".join(f'vllm:spec_decode_{k}_total{{engine="0"}} {v * n}\n' for k, v in values.items())
+        if made is not None:
+            text += f'vllm:generation_tokens_total{{engine="0"}} {made * n}\n'
+        for position, share in enumerate((1.0, 0.5, 0.2)):
+            text += (
+                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{position}"}} '
+                f"{first * share * n}\n"
+            )
+        return [whole(text.encode(), content_type="text/plain")]
+
+    return quirk
+
+
+DRAFTED = {"drafter": True, "soak": {"first_acceptance_min": 0.7}}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "first", "status", "text", "why"),
+    [
+        (200, 180, Status.OK, "90% of 200 steps", ""),
+        (200, 98, Status.FAIL, "49% of 200 steps", "far worse than a sound one"),
+        (250, 0, Status.FAIL, "0% of 250 steps", "blind at the start of a chat: NaN in its taps"),
+        (0, 0, Status.FAIL, "no token was drafted", "drafts nothing"),
+        (20, 18, Status.UNKNOWN, "too few", ""),
+    ],
+)
+def test_first_drafts_of_code_in_a_chat_are_judged_by_the_engines_counters(
+    drafts: float, first: float, status: Status, text: str, why: str
+) -> None:
+    finding = one("smoke.drafter", spec_page(drafts, first), "metrics", **DRAFTED)
+    assert finding.status is status and text in finding.summary and why in finding.why
+
+
+def test_a_drafter_is_asked_for_code_in_chats_of_its_own_that_end_before_the_blind_steps_do() -> None:
+    with ScriptedServer(FakeEngine(CANARIES, quirks={"metrics": spec_page(200, 180)})) as server:
+        smoke.run(EngineClient(server.url), CANARIES, least_profile(**DRAFTED), only=("drafter",))
+        bodies = [request.body for request in server.requests if request.body]
+    assert len({str(body["messages"]) for body in bodies}) == len(bodies) == 4
+    for body in bodies:
+        assert body["max_tokens"] < 100 and len(body["messages"]) == 1 and "Python" in body["messages"][0]["content"]
+
+
+def test_without_a_floor_only_a_blind_drafter_is_a_fault() -> None:
+    weak = one("smoke.drafter", spec_page(200, 98), "metrics", drafter=True)
+    assert weak.status is Status.OK and "no floor" in weak.summary
+    assert one("smoke.drafter", spec_page(200, 2), "metrics", drafter=True).status is Status.FAIL
+
+
+def test_a_drafter_that_nobody_counts_is_unknown_and_one_that_is_off_is_skipped() -> None:
+    finding = one("smoke.drafter", **DRAFTED)
+    assert finding.status is Status.UNKNOWN and "by position" in finding.summary
+    assert one("smoke.drafter").status is Status.SKIP
+    with ScriptedServer(FakeEngine(CANARIES)) as server:
+        client, profile = EngineClient(server.url), least_profile(**DRAFTED)
+        found = smoke.run(client, CANARIES, profile, only=("drafter",), drafter=False)[0]
+        assert found.status is Status.SKIP and not [item for item in server.requests if item.body]
+
+
+def test_drafts_of_another_client_are_not_taken_for_ours() -> None:
+    finding = one("smoke.drafter", spec_page(200, 180, made=500), "metrics", **DRAFTED)
+    assert finding.status is Status.UNKNOWN and "another client" in finding.summary
+    assert one("smoke.drafter", spec_page(200, 180, made=20), "metrics", **DRAFTED).status is Status.OK
+
+
+# how much of the prompt a picture takes
+
+
+def test_a_picture_that_takes_more_of_the_prompt_than_it_may_is_a_failure() -> None:
+    assert "64 prompt tokens for the largest picture" in one("smoke.images", image_tokens_max=1024).summary
+    finding = one("smoke.images", but(prompt_tokens=20 + 1500), "image", image_tokens_max=1024)
+    assert (
+        finding.status is Status.FAIL and "1500 prompt tokens" in finding.summary and "fill the context" in finding.why
+    )
+    finding = one("smoke.images", but(usage=False), "no-image", image_tokens_max=1024)
+    assert finding.status is Status.UNKNOWN and "counts no prompt tokens" in finding.summary
+
+
+def test_a_large_picture_is_what_shows_the_limit() -> None:
+    def by_size(say: Say, request: Any) -> Say:
+        url = request.body["messages"][-1]["content"][0]["image_url"]["url"]
+        side = struct.unpack(">I", base64.b64decode(url.partition(",")[2])[16:20])[0]
+        return replace(say, prompt_tokens=20 + (side // 28) ** 2)
+
+    assert one("smoke.images", by_size, "image", image_tokens_max=1024).status is Status.OK
+    finding = one("smoke.images", by_size, "image", level="full", image_tokens_max=1024)
+    assert finding.status is Status.FAIL and f"{73 * 73} prompt tokens" in finding.summary
 
 
 @pytest.mark.parametrize(
@@ -427,7 +576,7 @@ def test_only_takes_short_names_keeps_the_order_and_calls_back() -> None:
 
 def test_ids_are_unique_and_the_table_tells_them() -> None:
     ids = [test.id for test in smoke.TESTS]
-    assert len(set(ids)) == len(ids) == 17
+    assert len(set(ids)) == len(ids) == 18
     assert [row[0] for row in smoke.table()] == ids
     assert all(level.split(";")[0] in smoke.LEVELS and proves for _, level, proves in smoke.table())
 
@@ -523,11 +672,15 @@ def test_with_a_drafter_repeats_that_differ_are_a_warning() -> None:
         count["n"] += 1
         return replace(say, content=f"answer {count['n']}")
 
-    base = least_profile()
-    drafted = base.model_copy(update={"serve": base.serve.model_copy(update={"dspark": True})})
-    for wanted, tested in ((Status.FAIL, base), (Status.WARN, drafted)):
+    drafted = least_profile(drafter=True)
+    for wanted, tested, started_with in (
+        (Status.FAIL, least_profile(), None),
+        (Status.WARN, drafted, None),
+        (Status.WARN, drafted, True),
+        (Status.FAIL, drafted, False),
+    ):
         with ScriptedServer(FakeEngine(CANARIES, quirks={"hello": drift})) as server:
-            found = smoke.run(EngineClient(server.url), CANARIES, tested, only=("repeat",))
+            found = smoke.run(EngineClient(server.url), CANARIES, tested, only=("repeat",), drafter=started_with)
         assert found[0].status is wanted
 
 

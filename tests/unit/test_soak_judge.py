@@ -16,7 +16,7 @@ from ds41ctl.core.profile import Profile
 from smoke.soak_judge import CRITERIA, SoakVerdict, judge
 from smoke.trace import End, Sample, Start, Trace, Turn, collect, line, parse
 from tests.fakes.profiles import least_profile
-from tests.fakes.soak_traces import MINUTE, Script, trace
+from tests.fakes.soak_traces import MINUTE, Script, trace, waves
 
 CPU = least_profile(gpus=0)
 GPU = CPU.model_copy(
@@ -28,10 +28,11 @@ GPU = CPU.model_copy(
 CAPPED = GPU.model_copy(update={"clocks": GPU.clocks.model_copy(update={"power_limit_w": 200.0})})
 DRAFTED = GPU.model_copy(
     update={
-        "soak": GPU.soak.model_copy(update={"acceptance_min": 0.4}),
-        "serve": GPU.serve.model_copy(update={"dspark": True}),
+        "soak": GPU.soak.model_copy(update={"acceptance_min": 0.4, "first_acceptance_min": 0.7}),
+        "serve": GPU.serve.model_copy(update={"dspark": True, "dspark_argv": ("--speculative-config", "{}")}),
     }
 )
+ROOMY = GPU.model_copy(update={"soak": GPU.soak.model_copy(update={"vram_headroom_mib_min": 1000.0})})
 HALF = 15 * MINUTE
 
 
@@ -130,9 +131,19 @@ CASES: list[tuple[str, Profile, dict[str, Any], str, str]] = [
     ("KV blocks that come back late once", CPU, {"kv": lambda at: 0.05 if at < 400 else 0.0}, "pass", ""),
     ("a zombie request", CPU, {"left_running": after(HALF, 1.0, 0.0)}, "fail", "soak.zombie"),
     ("the store was unmapped", CPU, {"mapped": lambda at: at < HALF}, "fail", "soak.store"),
-    ("the drafter is blind", DRAFTED, {"gpus": 2, "drafter": 0.05}, "fail", "soak.acceptance"),
-    ("the drafter is useful", DRAFTED, {"gpus": 2, "drafter": 0.8}, "pass", ""),
-    ("the drafter drafts nothing", DRAFTED, {"gpus": 2}, "fail", "soak.acceptance"),
+    ("the drafter is blind", DRAFTED, {"gpus": 2, "drafter": 0.05, "first": 0.9}, "fail", "soak.acceptance"),
+    ("the drafter is useful", DRAFTED, {"gpus": 2, "drafter": 0.8, "first": 0.9}, "pass", ""),
+    ("the drafter drafts nothing", DRAFTED, {"gpus": 2, "first": 0.9}, "fail", "soak.acceptance"),
+    ("the drafter was left out", DRAFTED, {"gpus": 2, "started_with_drafter": False}, "pass", ""),
+    ("first drafts as with NaN taps", DRAFTED, {"gpus": 2, "drafter": 0.6, "first": 0.49},
+     "fail", "soak.first-acceptance"),
+    ("first drafts never accepted in a chat", DRAFTED, {"gpus": 2, "drafter": 0.6, "first": 0.0},
+     "fail", "soak.first-acceptance"),
+    ("first drafts that nobody counted", DRAFTED, {"gpus": 2, "drafter": 0.6}, "inconclusive", "soak.first-acceptance"),
+    ("GPU memory is left", ROOMY, {"gpus": 2, "vram": lambda at: 22_669.0}, "pass", ""),
+    ("hardly any GPU memory is left for a moment", ROOMY,
+     {"gpus": 2, "vram": lambda at: 23_770.0 if 900 <= at < 906 else 22_669.0}, "fail", "soak.headroom"),
+    ("the size of the GPUs is not known", ROOMY, {"gpus": 2, "total_mib": None}, "inconclusive", "soak.headroom"),
     ("another client on the engine", CPU, {"foreign": 0.5}, "pass", ""),
     ("events counted as tokens", CPU, {"foreign": -0.5}, "fail", "soak.tokens"),
     ("hardly any request", CPU, {"every_s": 100.0}, "inconclusive", "soak.work"),
@@ -157,6 +168,47 @@ def test_the_verdict_is_right_and_the_criterion_is_named(case: tuple[str, Profil
         assert item.summary and "\n" not in item.summary
         if item.status in (Status.FAIL, Status.WARN, Status.UNKNOWN):
             assert item.why and item.fix and item.found
+
+
+STRESS = ROOMY.model_copy(update={"serve": ROOMY.serve.model_copy(update={"max_model_len": 262_144})})
+
+
+def test_two_waves_of_eight_long_prompts_pass_by_what_they_show() -> None:
+    found = judge(waves(), STRESS)
+    shown = {item.id: item for item in found.findings}
+    assert found.word == "pass", [item for item in found.findings if item.status is Status.UNKNOWN]
+    assert shown["soak.complete"].found == "2 waves in 14.5 min"
+    assert shown["soak.work"].found == "16/16 prompts answered, 100400 to 100400 tokens"
+    assert shown["soak.headroom"].found == "1,331 MiB left on GPU 0: 63,580 of 64,911 in use at the most"
+
+
+def test_what_a_single_wave_cannot_show_is_not_claimed_and_is_no_doubt_either() -> None:
+    found = judge(waves(wanted=1, sent=1), STRESS)
+    shown = {item.id: item for item in found.findings}
+    assert found.word == "pass", [item for item in found.findings if item.status is Status.UNKNOWN]
+    for name in ("soak.decode", "soak.ttft", "soak.vram", "soak.rss"):
+        assert shown[name].status is Status.SKIP and "1 waves show no trend" in shown[name].summary
+        assert name in "\n".join(found.not_proved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word", "criterion"),
+    [
+        ({"sent": 1}, "inconclusive", "soak.complete"),
+        ({"outcome": lambda number: "error" if number == 11 else "ok"}, "fail", "soak.errors"),
+        ({"outcome": lambda number: "timeout" if number == 15 else "ok"}, "fail", "soak.errors"),
+        ({"outcome": lambda number: "empty" if number == 3 else "ok"}, "fail", "soak.silent-empty"),
+        ({"tokens": 60_000}, "inconclusive", "soak.work"),
+        ({"cached": 90_000}, "inconclusive", "soak.work"),
+        ({"vram": 64_676.0}, "fail", "soak.headroom"),
+        ({"vram": 30_000.0, "gpus": 1}, "inconclusive", "soak.headroom"),
+    ],
+)
+def test_a_stress_test_that_shows_less_or_worse_does_not_pass(
+    changes: dict[str, Any], word: str, criterion: str
+) -> None:
+    found = judge(waves(**changes), STRESS)
+    assert (found.word, criterion in found.reasons) == (word, True), found.reasons
 
 
 def test_a_fault_shows_up_as_itself_and_in_nothing_else() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from ds41ctl.core.errors import NoSpaceError
+from ds41ctl.core.errors import ConfigError, NoSpaceError
 from ds41ctl.core.profile import Profile
 from smoke import soak
+from smoke.prompts import Prompts
 from smoke.soak_judge import judge
 from smoke.trace import End, Start, Trace, collect
 from tests.fakes.profiles import least_profile
@@ -186,6 +187,61 @@ def test_the_plan_follows_the_profile_and_keeps_three_rounds_of_canaries() -> No
     assert (plan.seconds, plan.streams, plan.canary_s, plan.sample_s) == (1800, 2, 300, 5)
     short = soak.Plan.of(profile(), minutes=2)
     assert short.seconds == 120 and short.canary_s == 40 and short.sample_s == 2
+
+
+def test_counted_waves_end_the_run_and_their_prompts_have_the_length_that_was_asked_for() -> None:
+    lengths: list[int] = []
+    engine = healthy()
+
+    def watch(request: Request) -> Script:
+        if request.body.get("stream") and request.body["max_tokens"] == soak.WAVE_ANSWER:
+            lengths.append(len(str(request.body["messages"][-1]["content"])))
+        return engine(request)
+
+    plan = soak.Plan.of_waves(profile(), waves=2, prompt_tokens=900)
+    assert plan.seconds > 600, "an upper bound, not the length"
+    trace, _ = play(watch, plan)
+    assert len([turn for turn in trace.turns if turn.kind == "wave"]) == 16 == len(lengths)
+    assert trace.end is not None and trace.end.reason == "complete" and trace.seconds < 60
+    assert trace.drains[-1].final and all(not item.loaded for item in trace.canaries)
+    size = Prompts(1).chars_per_token  # the fake engine says 20 tokens of any text, which is not believable
+    assert min(lengths) >= 900 * min(size, 12.0)
+
+
+def test_prompts_longer_than_the_context_are_refused_before_anything_is_sent() -> None:
+    with pytest.raises(ConfigError, match="prompts of 5000 tokens: at most 1926 expected") as caught:
+        soak.Plan.of_waves(profile(), waves=2, prompt_tokens=5000)
+    assert caught.value.hints == ("--prompt-tokens 1926",)
+    with pytest.raises(ConfigError, match="at most 1926"):
+        soak.Plan.of(profile(), mode="waves", prompt_tokens=5000)
+
+
+def test_the_drafter_is_asked_at_every_drain_with_nobody_beside_it_and_its_steps_are_recorded() -> None:
+    engine = healthy()
+    steps = {"n": 0}
+
+    def counted(say: Say, request: Request) -> Script:
+        page = engine.metrics_page()
+        for name, value in (("num_drafts_total", steps["n"]), ("num_draft_tokens_total", 5 * steps["n"])):
+            page += f'vllm:spec_decode_{name}{{engine="0"}} {value}\n'
+        good = 0.9 * steps["n"]
+        page += f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="0"}} {good}\n'
+        return [whole(page.encode(), content_type="text/plain")]
+
+    def step(say: Say, request: Request) -> Say:
+        steps["n"] += 25 if "Python module" in str(request.body["messages"]) else 0
+        return say
+
+    engine.quirks |= {"metrics": counted, "copy": step}
+    events: list[Any] = [Start(planned_s=1, identity_known=False, drafter=True)]
+    with ScriptedServer(engine) as server:
+        drafted = profile(first_acceptance_min=0.7)
+        target = soak.Target(url=server.url, profile=drafted, canaries=CANARIES, drafter=True)
+        soak.run(target, SHORT, events.append, lambda text: None)
+    asked = [item for item in collect(events).canaries if item.id == "smoke.drafter"]
+    assert len(asked) >= 2 and all(item.drafts == 100 and item.first_accepted == 90 for item in asked)
+    found = {item.id: item for item in judge(collect(events), drafted).findings}
+    assert found["soak.first-acceptance"].summary.startswith("first draft accepted in 90% of")
 
 
 @pytest.mark.parametrize("seconds", [0.5])
