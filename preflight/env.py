@@ -119,7 +119,7 @@ def passed_on(profile: Profile) -> dict[str, str]:
     options = [word for flag, word in pairwise(words) if flag in ("-e", "--env")]
     options += [word.removeprefix("--env=") for word in words if word.startswith("--env=")]
     given = {name: value for name, equals, value in (word.partition("=") for word in options) if equals}
-    return {**profile.serve.env, **(given if profile.engine.kind == "container" else {})}
+    return {**profile.serve.env, **profile.serve.dspark_env, **(given if profile.engine.kind == "container" else {})}
 
 
 def inherited(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from ds41ctl.core.facts import HostFacts
 from ds41ctl.core.profile import Profile, option_value
@@ -52,6 +53,57 @@ def _drafts(profile: Profile) -> int | None:
         return int(tree["num_speculative_tokens"])
     except (ValueError, TypeError, KeyError):
         return None
+
+
+_RELEASE = re.compile(r"(https://github\.com/[\w.-]+/([\w.-]+))/releases/(?:tag|download)/([\w.-]+)")
+
+
+def _import(profile: Profile) -> tuple[str, ...]:
+    """The commands that read the engine's own launcher, from its source at the release's tag."""
+    serve, release = profile.serve, _RELEASE.match(profile.engine.wheel_url)
+    if not serve.launcher or release is None:
+        return (
+            _edit(profile, "compare serve.argv and serve.env with the engine's own launcher, then set serve.source"),
+        )
+    url, folder, tag = release.groups()
+    command = f"ds41ctl profile import --base {profile.name} --launcher {folder}/{serve.launcher}"
+    return (
+        f"git clone --branch {tag} --depth 1 {url}",
+        command + (f" --env {folder}/{serve.launcher_env}" if serve.launcher_env else ""),
+    )
+
+
+def source(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """Where the command line comes from: one that was put together from a description may lack what matters."""
+    serve = profile.serve
+    expected = "a command line that was measured here, published, or imported from the engine's own launcher"
+    if profile.state == "measured":
+        return ok("it was run and measured", expected=expected, found="measured")
+    if serve.source in ("published", "imported"):
+        return ok(serve.source, expected=expected, found=serve.source)
+    if serve.source == "partial":
+        return warn(
+            "a part of the engine's launcher could not be read",
+            expected=expected,
+            found="imported in part",
+            fix=(
+                f"ds41ctl profile show {profile.name}   # what was not read",
+                _edit(profile, 'complete serve.argv and serve.env, then set serve.source = "imported"'),
+            ),
+        )
+    if serve.source == "inferred":
+        return warn(
+            "the command line is inferred, not the engine's own",
+            expected=expected,
+            found="inferred",
+            fix=_import(profile),
+        )
+    return unknown(
+        "the profile does not say where its command line comes from",
+        expected=expected,
+        found="serve.source is not set",
+        fix=(_edit(profile, 'set serve.source to "published", "imported" or "inferred"'),),
+    )
 
 
 def utilisation(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
@@ -256,6 +308,14 @@ def licence(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
 
 
 CHECKS = (
+    Check(
+        "serve.source",
+        "where the command line comes from",
+        1,
+        GROUP,
+        "switches that nobody knew of: an engine that is slower, or starts after twelve minutes into a refusal",
+        source,
+    ),
     Check(
         "serve.spec-tokens",
         "draft tokens: 0 or a multiple of 5",

@@ -36,6 +36,7 @@ _GPU_CACHES = {
     "CUDA_CACHE_PATH": "cuda",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
+CACHE_VARIABLES = frozenset(_CACHES | _GPU_CACHES)
 
 UNLIMITED = -1
 # policy: one file descriptor a connection, shard and worker pipe; no core dump of hundreds of GB of mapped memory
@@ -113,7 +114,8 @@ def launch(layout: Layout, machine: Machine, store: str, *, strict: bool = False
     if not contained:
         chosen = _CACHES | (_GPU_CACHES if profile.hardware.gpus else {})
         env = {name: str(cache / folder) for name, folder in chosen.items()}
-    env |= {name: _fill(text, values, f"serve.env.{name}") for name, text in serve.env.items()}
+    given = serve.env | (serve.dspark_env if layout.dspark else {})
+    env |= {name: _fill(text, values, f"serve.env.{name}") for name, text in given.items()}
     inherited = INHERITED_BY_CLIENTS if contained else INHERITED
     passed = {*env, *inherited}
     dropped = sorted(name for name in machine.environ if name.startswith(_TELLING) and name not in passed)
