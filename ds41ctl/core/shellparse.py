@@ -660,15 +660,17 @@ class _Parser:
 
     def braces_word(self, start: int, *, quoted: bool) -> Word:
         """The word of `${name:-word}`, up to the closing brace."""
-        begin = self.at
+        begin, paired = self.at, False
         parts: list[Part] = []
         plain: list[str] = []
         while True:
             if self.at >= len(self.text):
                 self.fault("a ${ that is never closed", start)
             mark = self.peek()
-            if mark == "}":
+            if mark == "}" and not paired:
                 break
+            if mark == "'" and quoted:  # stays text, but bash wants it in pairs and closes no brace between them
+                paired = not paired
             if mark == "\\":
                 escapes = not quoted or self.text[self.at + 1 : self.at + 2] in ("$", "`", '"', "\\", "}")
                 parts += [Text("".join(plain), quoted)] if plain else []

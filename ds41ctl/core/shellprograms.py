@@ -130,7 +130,7 @@ class Programs(Words):
 
     def _localise(self, name: str) -> None:
         if self._state.scopes and name not in self._state.scopes[-1]:
-            self._state.scopes[-1][name] = self._state.values.pop(name, None)
+            self._state.scopes[-1][name] = (self._state.values.pop(name, None), name in self._state.exported)
 
     def _command(self, words: list[str], prefix: dict[str, str], node: Simple) -> int | None:
         name = words[0]
@@ -169,10 +169,13 @@ class Programs(Words):
         finally:
             self._depth -= 1
             if self._state.scopes:
-                for local, value in self._state.scopes.pop().items():
+                for local, (value, exported) in self._state.scopes.pop().items():
                     self._state.values.pop(local, None)
+                    self._state.exported.discard(local)
                     if value is not None:
                         self._state.values[local] = value
+                    if exported:
+                        self._state.exported.add(local)
             self._state.arguments = kept
         return status
 
@@ -266,7 +269,10 @@ class Programs(Words):
         if node.words[0].source == "[" and words[-1:] == ["]"]:
             words = words[:-1]
         operators = set(BINARY) | {"!", "-z", "-n", "-v"} | {f"-{mark}" for mark in UNARY}
-        if "-a" in words or "-o" in words or "(" in words:
+        if len(words) == 3 and words[1] in BINARY:  # whatever stands around the operator is no operator
+            first, second = (Word((Text(item, quoted=True),), node.line, "''") for item in (words[0], words[2]))
+            return status_of(self._compare(first, words[1], second))
+        if {"-a", "-o", "(", ")"} & set(words) or len(words) > 4:
             return None
         tokens = tuple(
             Word((Text(item, quoted=item not in operators),), node.line, item if item in operators else "''")

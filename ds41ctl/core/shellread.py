@@ -48,6 +48,11 @@ class Reader(Programs):
     # ---- entry points
     def feed(self, tree: tuple[Node, ...]) -> None:
         """Follow an environment file: its variables stay."""
+        self._feeding = True
+        self._until_end(tree)
+        self._feeding = False
+
+    def _until_end(self, tree: tuple[Node, ...]) -> None:
         try:
             self._all(tree)
         except (EndError, ReturnError, LoopError):
@@ -58,7 +63,7 @@ class Reader(Programs):
         self._tree = tree
         kept = self._state.copy()
         self._state.arguments = list(arguments)
-        self.feed(tree)
+        self._until_end(tree)
         self._state = kept
 
     # ---- lists of commands
@@ -70,7 +75,6 @@ class Reader(Programs):
 
     def _one(self, node: Node) -> int | None:
         self._steps += 1
-        self._line = node.line
         if self._steps > STEPS:
             raise ConfigError(f"{self.name}: line {node.line}: followed for {STEPS} commands without an end")
         match node:

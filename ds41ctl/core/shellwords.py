@@ -84,7 +84,7 @@ class State:
     exported: set[str] = field(default_factory=set)
     functions: dict[str, Node] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
-    scopes: list[dict[str, Value | None]] = field(default_factory=list)
+    scopes: list[dict[str, tuple[Value | None, bool]]] = field(default_factory=list)
     export_all: bool = False
     folder: str | None = None
 
@@ -123,7 +123,7 @@ class Words:
         self._tree: tuple[Node, ...] = ()
         self._output: list[str] | None = None
         self._steps = self._depth = 0
-        self._line = 0
+        self._feeding = False
 
     def _all(self, nodes: Iterable[Node]) -> int | None:
         """Follow commands; the status of the last one, None when it is not known."""
@@ -154,9 +154,9 @@ class Words:
         return self._state.values.get(name)
 
     def _set(self, name: str, value: Value, line: int) -> None:
-        watched = name in self.settings or name in self.forced
-        if watched:
-            if isinstance(value, str) and not marked(value):
+        if name in self.settings or name in self.forced:
+            # a script that sets a forced name mostly repeats what it was given: `X="${X:-1}"`
+            if isinstance(value, str) and not marked(value) and (self._feeding or name in self.settings):
                 self.given[name] = value
             return
         self._state.values[name] = value
