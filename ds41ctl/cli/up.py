@@ -11,7 +11,7 @@ import typer
 from ds41ctl import cli
 from ds41ctl.cli import clocks, options, runs
 from ds41ctl.cli.app import group
-from ds41ctl.cli.planning import print_plan, up_plan
+from ds41ctl.cli.planning import show_plan, up_plan
 from ds41ctl.cli.session import Session, open_session
 from ds41ctl.core.exits import Exit
 
@@ -27,7 +27,7 @@ def up(
     dspark: options.DsparkOpt = None,
     strict: options.StrictOpt = False,
     skip_check: options.SkipOpt = None,
-    dry_run: options.DryRunOpt = False,
+    dry_run: options.PlanOpt = False,
     json: options.JsonOpt = False,
 ) -> None:
     """Preflight, fetch, engine, engram, serve, smoke; each step that is already reached says so."""
@@ -40,7 +40,7 @@ def up(
 
     session = open_session(profile, port=port, dspark=dspark)
     if dry_run:
-        print_plan(up_plan(session))
+        show_plan(session, up_plan(session), stage="up", strict=strict, skip=tuple(skip_check or ()))
         return
     layout = session.layout
     cli.out.line(heading("up", session))

@@ -231,16 +231,18 @@ class Programs(Words):
 
     def _do_read(self, words: list[str], node: Simple) -> int | None:
         takes, names = False, []
-        listed = words[:1] and node.source.split()[0] in ("mapfile", "readarray")
+        listed = isinstance(node.words[0], Word) and node.words[0].source in ("mapfile", "readarray")
+        valued = "dnOsuCc" if listed else "dinNptu"
         for word in words:
             if takes:
                 takes = False
             elif word.startswith("-"):
-                takes = word[-1] in "dnNptuCOsc" and word not in ("-s",)
-                listed = listed or "a" in word
+                takes = word[-1] in valued
+                if "a" in word and not listed:
+                    listed, takes = True, False
             else:
                 names.append(word)
-        for name in names or ["REPLY"]:
+        for name in names or ["MAPFILE" if listed else "REPLY"]:
             hole = self.holes.make(node.line, node.source, f"{name} is read from input")
             self._set(name, [hole] if listed else hole, node.line)
         return None

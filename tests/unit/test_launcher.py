@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -138,7 +138,7 @@ def in_double(text: str) -> str:
 
 
 def in_braces(text: str) -> str:
-    return in_double(text.replace("}", "").replace("'", ""))
+    return in_double(re.sub(r"[}'(]", "", text))
 
 
 @st.composite
@@ -309,3 +309,215 @@ def test_what_is_not_read_is_never_guessed(
 ) -> None:
     script = "\n".join(["A=1 B= C='c d'", "LIST=()", *lines, end, ""])
     compare(Path(tmp_path_factory.getbasetemp()), script, all_read=False)
+
+
+# ---- what a launcher may look like
+ENGINE = (
+    '\nexec "$DS41_PYTHON" -m vllm.entrypoints.openai.api_server --model "$DS41_MODEL" --port "$DS41_PORT"'
+    ' --max-num-seqs 2 --max-model-len 4096 --host 127.0.0.1 "${ARGS[@]}"\n'
+)
+
+
+def argv_of(script: str, **chosen: Any) -> tuple[list[str], Any, Profile]:
+    profile, found = read(script, "DS41_PORT=8200\n")
+    return list(started(profile, **chosen).argv), found, profile
+
+
+# (what stands in the script, what the report says of it)
+NAMED = [
+    ("ARGS=()\nexport MAX_JOBS=$(nproc)", "line 2: $(nproc): a command's output (nproc is run) (MAX_JOBS)"),
+    ("ARGS=()\nexport VLLM_DS41_X=$((RANDOM % 2))", "line 2: $((RANDOM % 2)): arithmetic that is not computed here"),
+    ("ARGS=(--swap-space $(free -g))", "line 1: $(free -g): a command's output (free is run)"),
+    ("ARGS=(--x *.json)", "line 1: *.json: a pattern of file names"),
+    ('ARGS=(--x "$HOME/y")', "line 1: $HOME: known only to the shell that runs"),
+    ('ARGS=(--x "$NOWHERE")', "line 1: $NOWHERE: NOWHERE is set neither here nor in the environment file"),
+    ("ARGS=()\nsource /etc/default/ds41", "line 2: source /etc/default/ds41: another file, which may set anything"),
+    ("ARGS=()\ncat > run.sh <<E\nexec x\nE", "line 2: cat > run.sh <<E: a file written from a here-document"),
+    ("ARGS=()\nif [[ -d /data ]]; then\nARGS+=(--swap-space 4)\nfi", "ARGS depends on it: `--swap-space 4` or nothing"),
+    ("ARGS=()\nread -r X\n[[ $X == y ]] && export VLLM_DS41_X=1", "VLLM_DS41_X depends on it: nothing or `1`"),
+    ("ARGS=(--x <(echo 1))", "line 1: <(echo 1): a process substitution"),
+    ('ARGS=(--x "${!DS41_X}")', "an expansion that is not read here"),
+    (
+        'ARGS=()\nwhile read -r knob; do ARGS+=("$knob"); done < knobs',
+        'line 2: while read -r knob; do ARGS+=("$knob"); done: ARGS depends on it',
+    ),
+]
+
+
+@pytest.mark.parametrize(("lines", "said"), NAMED, ids=[row[1] for row in NAMED])
+def test_what_cannot_be_read_is_named_and_left_out(lines: str, said: str) -> None:
+    argv, found, profile = argv_of(lines + ENGINE)
+    assert [text for text in found.unread if said in text], found.unread
+    assert profile.serve.source == "partial" and any(said in text for text in profile.lacks)
+    assert argv[-4:] == ["--max-model-len", "4096", "--host", "127.0.0.1"] and "\0" not in found.text
+    assert "MAX_JOBS" not in found.text.split("[serve.env]")[1] or 'MAX_JOBS = "16"' in found.text
+
+
+READ = [
+    ("ARGS=()\n[[ -d $DS41_MODEL ]] || { echo no pack; exit 1; }\nnvidia-smi -L | grep -q V100 || exit 1", []),
+    ("usage() { cat <<E\nit's\nE\n}\nARGS=(--seed 1)", ["--seed", "1"]),
+    ("ARGS=(); add() { ARGS+=(\"$@\"); }\nadd --a 'b c'; add --d", ["--a", "b c", "--d"]),
+    ('join() { local IFS=,; echo "$*"; }\nARGS=(--gpus "$(join 0 1)")', ["--gpus", "0,1"]),
+    ('ARGS=(--json \'{"a": "$x"}\')', ["--json", '{"a": "$x"}']),
+    ('A=1 B=$A; ARGS=(--n "$((A + 1))" --b=$B)', ["--n", "2", "--b=1"]),
+    ("case ${DS41_MODE:-fast} in slow) ARGS=(--slow);; f*) ARGS=(--fast) ;; esac", ["--fast"]),
+]
+
+
+@pytest.mark.parametrize(("lines", "end"), READ)
+def test_a_launchers_own_checks_and_helpers_hinder_nothing(lines: str, end: list[str]) -> None:
+    argv, found, profile = argv_of(lines + ENGINE)
+    assert found.unread == [] and profile.serve.source == "imported"
+    assert argv[argv.index("127.0.0.1") + 1 :] == end
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        'numactl --interleave=all "$PY" -m vllm.x',
+        'numactl --interleave=all env VLLM_DS41_A=1 "$PY" -m vllm.x',
+        'tmux -L ds41 new-session -d -s x -- numactl --interleave=all "$PY" -m vllm.x',
+        'tmux new -d -s x; tmux send-keys -t x "numactl --interleave=all $PY -m vllm.x --model $DS41_MODEL" C-m; exit',
+        '[[ "${1:-}" == --foreground ]] || exec tmux new-session -d "$0 --foreground"\nnumactl -i all "$PY" -m vllm.x',
+        "nohup bash -c 'exec numactl --interleave=all $DS41_PYTHON -m vllm.x --model $DS41_MODEL' &\nexit",
+    ],
+)
+def test_the_ways_to_start_are_seen_through(start: str) -> None:
+    script = f'PY="$DS41_PYTHON"\nexport DS41_MODEL DS41_PYTHON\n{start} --model "$DS41_MODEL"\n'
+    argv, found, profile = argv_of(script, python="/e/python", model="/m")
+    assert argv[:7] == ["numactl", "--interleave=all", "/e/python", "-m", "vllm.x", "--model", "/m"], argv
+    assert profile.serve.numa == "interleave" and "${python}" in found.text
+
+
+def test_the_machines_paths_keys_and_open_addresses_do_not_go_into_a_profile() -> None:
+    script = (
+        "export VLLM_API_KEY=sk-verysecretvalue HF_TOKEN=hf_abcdefghijkl VLLM_CACHE_ROOT=/home/me/.cache\n"
+        "export VLLM_DS41_A=1 DSV41_ENGRAM_ZERO=1 LD_PRELOAD=/x.so VLLM_DS41_CHUNK_TOKENS=1024\n"
+        "/home/me/venv/bin/vllm serve /home/me/pack --host 0.0.0.0 --port 9000 --api-key sk-verysecretvalue"
+        " --trust-remote-code --tokenizer /home/me/pack --max-model-len 1M\n"
+    )
+    profile, found = read(script)
+    assert profile.serve.env["VLLM_DS41_A"] == "1" and profile.serve.env["VLLM_DS41_CHUNK_TOKENS"] == "1024"
+    for gone in ("verysecret", "hf_abc", "/home/me", "0.0.0.0", "trust-remote", "ENGRAM_ZERO=", "x.so"):
+        assert gone not in " ".join((*profile.serve.argv, *profile.serve.env, *profile.serve.env.values())), gone
+    assert "verysecret" not in found.text + " ".join(found.changed) and profile.serve.port == 9000
+    assert profile.serve.max_model_len == 1 << 20
+    assert " ".join(started(profile, python="/e/python", model="/m").argv) == (
+        "/e/python -m vllm.entrypoints.cli.main serve /m --host 127.0.0.1 --port 9000 --tokenizer /m"
+        " --max-model-len 1048576"
+    )
+    said = " ".join((*found.changed, *found.unmapped))
+    assert all(
+        name in said for name in ("DS41_API_KEY_FILE", "0.0.0.0", "VLLM_CACHE_ROOT", "LD_PRELOAD", "DSV41_ENGRAM_ZERO")
+    )
+
+
+def test_an_address_the_launcher_leaves_to_the_engine_is_loopback_here() -> None:
+    profile, found = read("vllm serve /m\n")
+    assert profile.serve.argv[-4:] == ("--host", "${host}", "--port", "${port}")
+    assert any("--host is added" in text for text in found.changed)
+
+
+def test_a_drafter_in_the_middle_of_the_line_moves_to_its_end_and_that_is_said() -> None:
+    script = 'S=(); [[ "${DS41_DSPARK:-0}" == 1 ]] && S=(--speculative-config \'{"num_speculative_tokens": 5}\')\n'
+    profile, found = read(script + 'vllm serve "$DS41_MODEL" "${S[@]}" --seed 1\n')
+    assert profile.serve.dspark_argv == ("--speculative-config", '{"num_speculative_tokens": 5}')
+    assert not profile.serve.dspark and profile.serve.spec_tokens == 5
+    assert any("stands at the end" in text for text in found.changed)
+
+
+# ---- no shell script at all
+BROKEN = [
+    ("A='x\nB=1\n", 1, "a quote ' that does not end"),
+    ('A=1\nB="x\n', 2, 'a quote " that does not end'),
+    ("if true; then\necho\n", 1, "no fi"),
+    ("A=(1 2\nB=3\n", 1, "the list of A is never closed"),
+    ("echo $(date\n", 1, "a $( that is never closed"),
+    ("cat <<E\nfoo\n", 1, "a here-document that does not end: E expected"),
+    ("echo }\n}\n", 2, "} without its beginning"),
+    ("A=${B:-x\n", 1, "a ${ that is never closed"),
+    ("fi\n", 1, "fi without its beginning"),
+    ("a && \n", 1, "a command is missing"),
+    ("(" * 5000, 1, "nested too deep"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "said"), BROKEN, ids=[row[2] for row in BROKEN])
+def test_what_is_no_shell_is_one_line_with_its_number(text: str, line: int, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    assert "\n" not in caught.value.message and said in caught.value.message
+    assert f"serve.sh: line {line}" in caught.value.message or "nested" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo hello\n", "no line of it that can be followed starts an engine"),
+        ("while true; do :; done\n", "without an end"),
+        ("f() { f; }; f\n", "functions call each other"),
+        ("vllm serve /m --max-num-seqs two\n", "--max-num-seqs is 'two'"),
+        ("vllm serve /m --gpu-memory-utilization much\n", "cannot be read"),
+    ],
+)
+def test_a_script_that_is_no_launcher_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [(b"\x7fELF\x00\x01", "a binary file"), (b"a\n\xff\n", "line 2: no UTF-8"), (b"#" * (1 << 20) + b"x", "at most")],
+)
+def test_a_file_that_is_no_text_is_refused(raw: bytes, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        decode(raw, "x.sh")
+
+
+def test_windows_line_ends_and_a_mark_are_said_and_read() -> None:
+    text, remarks = decode(b"\xef\xbb\xbf" + SCRIPT.read_bytes().replace(b"\n", b"\r\n"), "x.sh")
+    assert text == SCRIPT.read_text() and len(remarks) == 2
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_any_text_ends_in_a_profile_or_in_one_error(data: st.DataObject) -> None:
+    whole = SCRIPT.read_text()
+    at = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(at, min(len(whole), at + 40)))
+    piece = data.draw(st.text(alphabet="ab'\"$(){}[];&|<>\\`\n #=!*~", max_size=8))
+    try:
+        read(whole[:at] + piece + whole[end:], EXAMPLE.read_text(), "ds41.env.example")
+    except ConfigError as error:
+        assert "\n" not in error.message
+
+
+# ---- preflight asks where the line comes from
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [
+        ("inferred", Status.WARN),
+        ("partial", Status.WARN),
+        ("", Status.UNKNOWN),
+        ("imported", Status.OK),
+        ("published", Status.OK),
+    ],
+)
+def test_a_command_line_that_nobody_vouches_for_is_never_ok(source: str, status: Status) -> None:
+    ours = profiles.read(profiles.find("v100-pp2tp4"))
+    chosen = ours.model_copy(update={"serve": ours.serve.model_copy(update={"source": source})})
+    (finding,) = preflight.run(chosen, machine("v100-8x-serving-ready"), only=("serve.source",))
+    assert finding.status is status and (status is Status.OK or finding.fix)
+
+
+def test_the_shipped_profiles_say_where_their_lines_come_from_and_v100_how_to_get_its_own() -> None:
+    found = {name: profiles.read(path) for name, path in profiles.paths().items()}
+    named = {name: profile.serve.source for name, profile in found.items() if profile.state != "measured"}
+    assert named == {"v100-pp2tp4": "inferred", "cmp170hx-tp4": "published"}
+    (finding,) = preflight.run(found["v100-pp2tp4"], machine("v100-8x-serving-ready"), only=("serve.source",))
+    checkout = "https://github.com/philbert440/deepseek-v4.1-v100"
+    assert finding.fix == (
+        f"git clone --branch ds41-vision-20261025b --depth 1 {checkout}",
+        "ds41ctl profile import --base v100-pp2tp4 --launcher deepseek-v4.1-v100/v100/serve_ds41.sh"
+        " --env deepseek-v4.1-v100/v100/ds41.env.example",
+    )
