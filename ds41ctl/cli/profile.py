@@ -116,10 +116,10 @@ def import_profile(
     from ds41ctl.adapters import files, profiles, webtext
     from ds41ctl.core import envfile, recipe
 
-    if sum(item is not None for item in (source, env_file, launcher)) != 1:
-        raise ConfigError("profile import: a recipe, --env-file or --launcher expected, one of them")
     if env is not None and launcher is None:
         raise ConfigError("profile import: --env goes with --launcher; without a launcher it is --env-file")
+    if sum(item is not None for item in (source, env_file, launcher)) != 1:
+        raise ConfigError("profile import: a recipe, --env-file or --launcher expected, one of them")
     read: Read | None = None
     stem = output.stem if output is not None else name
     if env_file is not None:

@@ -56,6 +56,8 @@ _NUMBERS = (
 )
 # as vLLM reads `1k` and `1M`: small letters are decimal, capitals binary
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_TITLE = r" \(command line of [^)]*\)$"
+_UNREAD = "not read from "
 REMEDY = "profile import --launcher"  # entries of a profile's `lacks` that name it are settled by an import
 
 
@@ -109,12 +111,12 @@ def of_launcher(
     origin = f"{script[1]} (sha256 {hashlib.sha256(script[0].encode()).hexdigest()[:16]})"
     tree |= {
         "name": name,
-        "title": f"{base['title']} (command line of {script[1]})",
+        "title": f"{re.sub(_TITLE, '', base['title'])} (command line of {script[1]})",
         "serve": serve,
         "smoke": {**tree["smoke"], "image_limit": _images(serve["argv"], tree["smoke"].get("image_limit"))},
         "lacks": [
-            *(text for text in base.get("lacks", ()) if REMEDY not in text),
-            *(f"not read from {script[1]}, {text}" for text in found.unread),
+            *(text for text in base.get("lacks", ()) if REMEDY not in text and not text.startswith(_UNREAD)),
+            *(f"{_UNREAD} {script[1]}, {text}" for text in found.unread),
             *(f"from {script[1]}, without a place in a profile: {text}" for text in found.unmapped),
         ],
         "provenance": _provenance(base, serve, origin),

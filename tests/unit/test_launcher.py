@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import preflight
 from ds41ctl.adapters import profiles
+from ds41ctl.cli import main
 from ds41ctl.core import launcher
 from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.finding import Status
@@ -521,3 +523,53 @@ def test_the_shipped_profiles_say_where_their_lines_come_from_and_v100_how_to_ge
         "ds41ctl profile import --base v100-pp2tp4 --launcher deepseek-v4.1-v100/v100/serve_ds41.sh"
         " --env deepseek-v4.1-v100/v100/ds41.env.example",
     )
+
+
+# ---- the command
+def cli(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    code = main(("profile", "import", *args))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command_writes_the_profile_and_its_exit_code_says_whether_all_was_read(
+    capsys: pytest.CaptureFixture[str], isolated: Path
+) -> None:
+    code, out, err = cli(capsys, "--launcher", str(SCRIPT), "--env", str(EXAMPLE))
+    assert code == 0 and "read 36 assignments, 17 options; nothing was left unread" in out, err
+    profile = profiles.read(profiles.find("v100-mine"))
+    assert profile.serve.source == "imported"
+    assert cli(capsys, "--launcher", str(SCRIPT))[0] == 2  # it exists, and is not written over
+    code, out, _ = cli(capsys, "--launcher", str(SCRIPT), "--name", "half", "--json")
+    tree = json.loads(out)
+    assert code == 3 and not tree["ok"] and tree["data"]["name"] == "half"
+    assert len(tree["data"]["not_read"]) == 1 and "line 34" in tree["data"]["not_read"][0]
+    assert profiles.read(profiles.find("half")).serve.source == "partial"
+    # a profile that was imported can be laid under another import
+    assert cli(capsys, "--launcher", str(SCRIPT), "--env", str(EXAMPLE), "--base", "half", "--name", "full")[0] == 0
+    full = profiles.read(profiles.find("full"))
+    assert full.serve.source == "imported" and (full.lacks, full.title) == (profile.lacks, profile.title)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (("--launcher", "/nowhere.sh"), 10, "no file /nowhere.sh"),
+        (("--launcher", "{script}", "--env", "/nowhere"), 10, "no file /nowhere"),
+        (("--launcher", "{script}", "--base", "v100-pp2tp"), 10, "did you mean v100-pp2tp4?"),
+        (("--launcher", "{script}", "--base", "cmp170hx-tp4"), 2, "its engine is no venv"),
+        (("--launcher", "{script}", "--name", "A B"), 2, "profile name 'A B'"),
+        (("--launcher", "{script}", "x.json"), 2, "one of them"),
+        (("--env", "{script}"), 2, "--env goes with --launcher"),
+        (("--launcher", "{broken}"), 2, "broken.sh: line 2: a quote ' that does not end"),
+        (("--launcher", "{script}", "--env", "{broken}"), 2, "broken.sh: line 2: a quote ' that does not end"),
+    ],
+)
+def test_bad_input_of_the_command_is_one_line(
+    capsys: pytest.CaptureFixture[str], isolated: Path, tmp_path: Path, args: tuple[str, ...], code: int, said: str
+) -> None:
+    broken = tmp_path / "broken.sh"
+    broken.write_text("A=1\nB='\n")
+    found, _, err = cli(capsys, *(item.format(script=SCRIPT, broken=broken) for item in args))
+    assert found == code and said in err and err.startswith("error: ") and "Traceback" not in err
+    assert not profiles.user_folder().exists()
