@@ -15,7 +15,7 @@ from typing import Any
 from ds41ctl.core import toml
 from ds41ctl.core.errors import ConfigError
 from ds41ctl.core.launch import CACHE_VARIABLES
-from ds41ctl.core.masking import mask_value
+from ds41ctl.core.masking import mask_argv, mask_value
 from ds41ctl.core.profile import option_value, parse_profile
 from ds41ctl.core.recipe import (
     ARGUMENTS_REFUSED,
@@ -138,6 +138,7 @@ def _follow(
     tree = parse(*script)
     reader.run(tree)
     if not reader.starts:
+        reader.assignments = 0
         reader.run(tree, ("--foreground",))
     if not reader.starts:
         raise ConfigError(
@@ -214,6 +215,8 @@ def _command(words: list[str], line: Line, reader: Reader, found: Read) -> list[
         at += takes
         if name in ARGUMENTS_REFUSED:
             found.changed.append(f"{name} is left out: {ARGUMENTS_REFUSED[name]}")
+        elif mask_argv([name, told]) != [name, told]:
+            found.changed.append(f"{name} is left out: it holds a secret")
         elif reader.holes.of(word) or reader.holes.of(told):
             line.unread += [*reader.holes.of(word), *(reader.holes.of(told) if not equals else [])]
         else:

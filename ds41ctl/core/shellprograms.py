@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import shlex
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -20,7 +19,7 @@ from ds41ctl.core.shelltree import (
     Text,
     Word,
 )
-from ds41ctl.core.shellvalues import Hole, marked, setting
+from ds41ctl.core.shellvalues import Hole, marked, requoted, setting
 from ds41ctl.core.shellwords import (
     BINARY,
     DEPTH,
@@ -73,6 +72,10 @@ class Programs(Words):
         """Follow one command."""
         raise NotImplementedError
 
+    def _assigned(self, part: object, seen: set[str]) -> set[str]:
+        """Names that some piece of the tree assigns."""
+        raise NotImplementedError
+
     # ---- simple commands
     def _simple(self, node: Simple) -> int | None:
         if node.here and node.writes:
@@ -100,6 +103,8 @@ class Programs(Words):
                 if not word.source.startswith("-"):
                     self._declare_worked_out(what, word, node, exports=exports)
                 continue
+            if "n" in options and what != "export":
+                self._note(node.line, node.source, "a name that stands for another one")
             if what == "local" or (what in ("declare", "typeset") and self._state.scopes and "g" not in options):
                 self._localise(word.name)
             if word.value is None:
@@ -134,8 +139,12 @@ class Programs(Words):
 
     def _command(self, words: list[str], prefix: dict[str, str], node: Simple) -> int | None:
         name = words[0]
-        if name in self._state.functions:
-            return self._call(name, words[1:], node)
+        if name in self._state.functions or (name == "eval" and prefix):
+            body = self._state.functions.get(name)
+            if prefix and (name == "eval" or self._assigned(body, {name}) & set(prefix)):
+                for item in prefix:  # bash decides by how it is set whether it stays so
+                    self._note(node.line, node.source, f"sets {item} in front of what sets it too")
+            return self._prefixed(prefix, lambda: self._called(name, words[1:], node))
         handler = getattr(self, f"_do_{_BUILTINS[name]}", None) if name in _BUILTINS else None
         if handler is not None:
             return handler(words[1:], node)  # type: ignore[no-any-return]
@@ -143,7 +152,9 @@ class Programs(Words):
             rest = words[1:]
             while rest and rest[0].startswith("-"):
                 del rest[: 2 if rest[0] == "-a" else 1]
-            if not rest:
+            if all(re.fullmatch(r"\{\w+\}", word) for word in rest):  # only redirections
+                for word in rest:
+                    self._set(word[1:-1], self.holes.make(node.line, node.source, "a file number"), node.line)
                 return 0
             self._external(rest, self._environment() | prefix, node)
             raise EndError
@@ -155,6 +166,24 @@ class Programs(Words):
             return 0 if name in ("echo", "printf", "trap", "ulimit") else None
         self._external(words, self._environment() | prefix, node)
         return None
+
+    def _prefixed(self, prefix: dict[str, str], body: Callable[[], int | None]) -> int | None:
+        """`A=1 function`: set and exported while it runs."""
+        before = {name: (self._state.values.get(name), name in self._state.exported) for name in prefix}
+        for name, text in prefix.items():
+            self._set(name, text, 0)
+            self._state.exported.add(name)
+        status = body()
+        for name, (value, exported) in before.items():
+            self._state.values.pop(name, None)
+            if value is not None:
+                self._state.values[name] = value
+            if not exported:
+                self._state.exported.discard(name)
+        return status
+
+    def _called(self, name: str, words: list[str], node: Simple) -> int | None:
+        return self._call(name, words, node) if name in self._state.functions else self._do_eval(words, node)
 
     def _call(self, name: str, arguments: list[str], node: Simple) -> int | None:
         if self._depth >= DEPTH:
@@ -198,7 +227,7 @@ class Programs(Words):
         raise EndError
 
     def _do_return(self, words: list[str], node: Simple) -> NoReturn:
-        raise ReturnError(int(words[0]) if words and words[0].isdecimal() else None if words else 0)
+        raise ReturnError(int(words[0]) if words and words[0].isdecimal() else None)
 
     def _do_break(self, words: list[str], node: Simple) -> NoReturn:
         raise LoopError(again=False)
@@ -224,7 +253,9 @@ class Programs(Words):
 
     def _do_unset(self, words: list[str], node: Simple) -> int | None:
         for word in words:
-            if not word.startswith("-") and word not in self.settings and word not in self.forced:
+            if not re.fullmatch(r"-[fnv]|[A-Za-z_]\w*", word):
+                self._note(node.line, node.source, "takes away a name or an element that is worked out")
+            elif not word.startswith("-") and word not in self.settings and word not in self.forced:
                 self._state.values.pop(word, None)
                 self._state.exported.discard(word)
         return 0
@@ -503,7 +534,7 @@ def _formatted(words: list[str]) -> str | None:
                 item = rest.pop(0) if rest else ("0" if part == "%d" else "")
                 if part == "%d" and not item.isdecimal():
                     return None
-                out.append(shlex.quote(item) if part == "%q" else item)
+                out.append(requoted(item) if part == "%q" else item)
             else:
                 out.append({"%%": "%", "\\n": "\n", "\\t": "\t"}.get(part, part))
         if not rest or not wanted:

@@ -206,7 +206,7 @@ class Reader(Programs):
 
         return self._either((lambda: None, rounds), node.line, source)
 
-    def _assigned(self, part: Any, seen: set[str]) -> set[str]:
+    def _assigned(self, part: object, seen: set[str]) -> set[str]:
         """Names that some piece of the tree assigns, functions it calls included."""
         found: set[str] = set()
         if isinstance(part, Assign):

@@ -107,6 +107,19 @@ def trim(text: str, expression: re.Pattern[str], op: str) -> str:
     return text
 
 
+def requoted(text: str) -> str:
+    """A word as bash's `printf %q` writes it, to be read by a shell again."""
+    if text == "":
+        return "''"
+    if re.search(r"[\x01-\x1f\x7f]", text):
+        escapes = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "'": "\\'", "\\": "\\\\"}
+        escapes |= {"\a": "\\a", "\b": "\\b", "\f": "\\f", "\v": "\\v", "\x1b": "\\E"}
+        other = (mark if mark == "\0" or (mark >= " " and mark != "\x7f") else f"\\{ord(mark):03o}" for mark in text)
+        return "$'" + "".join(escapes.get(mark, mark) for mark in other) + "'"
+    text = re.sub(r"([ '\"\\|&;()<>!{}*\[?\]^$`,])", r"\\\1", text)
+    return re.sub(r"^([#~])|(?<=[:=])~", lambda match: "\\" + match[0], text)
+
+
 _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

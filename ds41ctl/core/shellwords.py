@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -159,6 +158,9 @@ class Words:
             if isinstance(value, str) and not marked(value) and (self._feeding or name in self.settings):
                 self.given[name] = value
             return
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            self._note(line or 1, name, "sets a name or an element that is worked out")
+            return
         self._state.values[name] = value
         if self._state.export_all:
             self._state.exported.add(name)
@@ -168,6 +170,7 @@ class Words:
         if item.value is None:
             return
         if item.index is not None:
+            self._computed(item.index, item.line)
             self._set(item.name, self.holes.make(item.line, item.source, "one element of a list"), item.line)
             return
         now = self._state.values.get(item.name)
@@ -278,6 +281,8 @@ class Words:
                 return [(kind, self._unset(part, word))]
             value = []
         items = value if isinstance(value, list) else [value]
+        if op == ":" and many:
+            return [(kind, self.holes.make(word.line, part.source, "a part of a list", many=True))]
         if op:
             items = [self._changed(part, item, word) for item in items]
         if not many:
@@ -302,6 +307,8 @@ class Words:
         if part.index is None:
             return (value[0] if value else None) if isinstance(value, list) else value
         items = value if isinstance(value, list) else [] if value is None else [value]
+        if not part.index.isdecimal():
+            self._computed(part.index, word.line)
         if any(self.holes.of(item) for item in items) or not re.fullmatch(r"-?\d+", part.index):
             return self.holes.make(word.line, part.source, "an element that is not known")
         at = int(part.index)
@@ -364,8 +371,8 @@ class Words:
     def _changed(self, part: Param, text: str, word: Word) -> str:
         """`${x%p}`, `${x/p/r}`, `${x^^}`, `${x@Q}`."""
         op, unknown = part.op, f"`{part.op}` on a value that is not known"
-        if op == "@Q":
-            return shlex.quote(text)
+        if op == "@Q" and not re.search(r"[\x01-\x1f\x7f]", text):
+            return "'" + text.replace("'", "'\\''") + "'"
         if marked(text):
             return self.holes.make(word.line, part.source, unknown)
         if op in ("^^", ",,") and part.word is not None and not part.word.parts:
@@ -427,8 +434,14 @@ class Words:
 
     # ---- arithmetic and tests
     def _computed(self, expression: str, line: int) -> int | None:
+        """An integer expression; what it would assign is not known when it is not computed."""
         text = self._string(quoted_word(expression, self.name, line))
-        return None if marked(text) else arithmetic(text, self._number)
+        found = None if marked(text) else arithmetic(text, self._number)
+        if found is None:
+            names = re.findall(r"([A-Za-z_]\w*)\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)", expression)
+            for name in (*names, *re.findall(r"(?:\+\+|--)\s*([A-Za-z_]\w*)", expression)):
+                self._set(name, self.holes.make(line, expression, "arithmetic that is not computed here"), line)
+        return found
 
     def _number(self, name: str) -> str | None:
         value = self._look(name)
@@ -437,13 +450,7 @@ class Words:
 
     def _arithmetic_command(self, node: ArithmeticCommand) -> int | None:
         found = self._computed(node.expression, node.line)
-        if found is not None:
-            return int(found == 0)
-        for name in re.findall(r"([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|\+\+|--)", node.expression) + re.findall(
-            r"(?:\+\+|--)\s*([A-Za-z_]\w*)", node.expression
-        ):
-            self._set(name, self.holes.make(node.line, node.source, "arithmetic that is not computed here"), node.line)
-        return None
+        return None if found is None else int(found == 0)
 
     def _test(self, node: Test) -> bool | None:
         tokens = list(node.tokens)

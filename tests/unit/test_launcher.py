@@ -188,6 +188,7 @@ def words(draw: st.DrawFn) -> str:
                 f"\"$(printf '%s' {text})\"",
                 f'"$(printf %s "${name}")"',
                 '"$(dirname "/a b/c/d")"',
+                f'"$(printf %q {text})"',
                 "$((1 + 2 * ${#LIST[@]}))",
             ]
         )
@@ -231,6 +232,7 @@ def statements(depth: int = 2) -> st.SearchStrategy[str]:
             'case "${}" in\n {}) {}\n;;\n ({} | {})\n{}\n;; esac'.format, NAMES, pattern, inner, pattern, pattern, inner
         ),
         st.builds('for x in {}; do\nLIST+=("$x")\n{}\ndone'.format, st.lists(words(), max_size=2).map(" ".join), plain),
+        st.builds('g() {{\nB+={}\nLIST+=("$A")\n}}\nA={} g'.format, quoted(), quoted()),
         st.builds("f() {{\nlocal A={} x\n{}\n}}\nf {} {}".format, quoted(), inner, words(), quoted()),
         st.builds("(\n{}\n)".format, inner),
         st.just('while [[ $# -gt 0 ]]; do LIST+=("$1"); shift; done'),
@@ -300,8 +302,26 @@ UNREADABLE = [
     "source /dev/null",
     "shopt -s extglob; [[ $A == @(1|2) ]] && B=ext",
     "A=`echo hi`",
+    "i=0; LIST+=($((i++)) $((i += 2)) $i); (( i = 7 )); B=$i",
+    "ref() { local -n L=$1; L+=(byref); }; ref LIST",
+    'printf -v "LIST[1]" x',
+    "unset 'LIST[0]'",
+    'LIST=("${LIST[@]:1}" "${@:0}")',
+    'LIST+=("${A@Q}")',
+    'N=A; declare "$N=5"; printf -v "$N" 6; unset "$N"',
+    "exec {fd}>/dev/null",
+    'g() { export A=q; LIST+=("$A"); }; A=z g',
+    "f() { [[ -f /nowhere ]] || return 0; LIST+=(late); }; f",
+    "for x in 1 2; do [[ -f /nowhere ]] || break; LIST+=($x); done",
+    "IFS=$'\\n\\t'",
     "(exit 1) || LIST+=(after)",
 ]
+
+
+@pytest.mark.parametrize("line", UNREADABLE)
+def test_each_of_these_alone_is_read_as_bash_does_it_or_named(tmp_path: Path, line: str) -> None:
+    script = "\n".join(["A=1 B= C='c d'", "LIST=(x 'y z')", line, 'exec "$PY" -m vllm.x "${LIST[@]}" "$A" "$B"', ""])
+    compare(tmp_path, script, all_read=False)
 
 
 @settings(max_examples=60)
@@ -396,11 +416,11 @@ def test_the_machines_paths_keys_and_open_addresses_do_not_go_into_a_profile() -
         "export VLLM_API_KEY=sk-verysecretvalue HF_TOKEN=hf_abcdefghijkl VLLM_CACHE_ROOT=/home/me/.cache\n"
         "export VLLM_DS41_A=1 DSV41_ENGRAM_ZERO=1 LD_PRELOAD=/x.so VLLM_DS41_CHUNK_TOKENS=1024\n"
         "/home/me/venv/bin/vllm serve /home/me/pack --host 0.0.0.0 --port 9000 --api-key sk-verysecretvalue"
-        " --trust-remote-code --tokenizer /home/me/pack --max-model-len 1M\n"
+        " --trust-remote-code --hf-token hf_abcdefghijkl --tokenizer /home/me/pack --max-model-len 1M\n"
     )
     profile, found = read(script)
     assert profile.serve.env["VLLM_DS41_A"] == "1" and profile.serve.env["VLLM_DS41_CHUNK_TOKENS"] == "1024"
-    for gone in ("verysecret", "hf_abc", "/home/me", "0.0.0.0", "trust-remote", "ENGRAM_ZERO=", "x.so"):
+    for gone in ("verysecret", "hf_abc", "--hf-token", "/home/me", "0.0.0.0", "trust-remote", "ENGRAM_ZERO=", "x.so"):
         assert gone not in " ".join((*profile.serve.argv, *profile.serve.env, *profile.serve.env.values())), gone
     assert "verysecret" not in found.text + " ".join(found.changed) and profile.serve.port == 9000
     assert profile.serve.max_model_len == 1 << 20
