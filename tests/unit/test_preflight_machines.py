@@ -222,6 +222,7 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "gpu.numa": "warn",
             "gpu.order": "fail",
             "toolchain.max-jobs": "warn",
+            "serve.source": "warn",
             "serve.spec-tokens": "fail",
             "serve.ready-timeout": "fail",
             "serve.workers": "fail",
@@ -318,7 +319,7 @@ def test_what_could_not_be_measured_is_never_ok() -> None:
     found = statuses(preflight.run(profile("cpu-tiny"), facts, stage="serve"))
     # these ask only the profile, or a record that is absent when no engine runs
     asks_no_measurement = {"engram.storage", "engine.running", "env.inherited", "host.tmpfs-size"}
-    asks_no_measurement |= {"serve.offline", "net.exposed", "net.gloo"}
+    asks_no_measurement |= {"serve.source", "serve.offline", "net.exposed", "net.gloo"}
     ok = {id for id, status in found.items() if status == Status.OK}
     assert ok == asks_no_measurement
     assert sum(status == Status.UNKNOWN for status in found.values()) >= 20
