@@ -106,6 +106,25 @@ def source(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     )
 
 
+def knobs(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """The engine's own switches: a profile that sets none of those it has serves with everything off."""
+    engine = facts.engine
+    if engine is None or not engine.knobs:
+        return skip("the engine is not there yet, or its vllm/envs.py names no VLLM_DS41_ variable")
+    names = [name for name in passed_on(profile) if name.startswith("VLLM_DS41_")]
+    left = [name for name in engine.knobs if name not in names]
+    expected = "the knobs that the published numbers were measured with"
+    found = f"{len(names)} set, {len(engine.knobs)} known to the engine"
+    if not names:
+        return warn(
+            f"none of the engine's {len(engine.knobs)} VLLM_DS41_ knobs is set",
+            expected=expected,
+            found=f"not set: {', '.join(left)}",
+            fix=_import(profile),
+        )
+    return ok(found, expected=expected, found=found, evidence=tuple(f"left at its default: {name}" for name in left))
+
+
 def utilisation(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     """Share of GPU memory against what clients will ask for."""
     share = profile.serve.gpu_memory_utilization
@@ -315,6 +334,14 @@ CHECKS = (
         GROUP,
         "switches that nobody knew of: an engine that is slower, or starts after twelve minutes into a refusal",
         source,
+    ),
+    Check(
+        "serve.knobs",
+        "the engine's own switches",
+        1,
+        GROUP,
+        "an engine that serves without what its published numbers were measured with",
+        knobs,
     ),
     Check(
         "serve.spec-tokens",

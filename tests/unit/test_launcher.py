@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import preflight
-from ds41ctl.adapters import profiles
+from ds41ctl.adapters import enginevenv, profiles
 from ds41ctl.cli import main
 from ds41ctl.core import launcher
 from ds41ctl.core.errors import ConfigError
@@ -542,6 +542,29 @@ def test_the_shipped_profiles_say_where_their_lines_come_from_and_v100_how_to_ge
         f"git clone --branch ds41-vision-20261025b --depth 1 {checkout}",
         "ds41ctl profile import --base v100-pp2tp4 --launcher deepseek-v4.1-v100/v100/serve_ds41.sh"
         " --env deepseek-v4.1-v100/v100/ds41.env.example",
+    )
+
+
+def test_the_engines_own_list_of_variables_is_asked_which_knobs_there_are(tmp_path: Path) -> None:
+    package = tmp_path / "lib" / "python3.12" / "site-packages" / "vllm"
+    package.mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    picked = layout(
+        profiles.read(profiles.find("v100-pp2tp4")),
+        Settings.model_validate({"python": tmp_path / "bin" / "python"}),
+        DIRS,
+        may_mount=False,
+    )
+    assert enginevenv.inspect(picked).knobs == ()
+    (package / "envs.py").write_text(
+        '{"VLLM_DS41_B": lambda: os.getenv("VLLM_DS41_B"), "VLLM_DS41_A2": 1, "VLLM_X": 2}'
+    )
+    known = enginevenv.inspect(picked)
+    assert known.knobs == ("VLLM_DS41_A2", "VLLM_DS41_B")
+    facts = machine("v100-8x-serving-ready").model_copy(update={"engine": known})
+    (finding,) = preflight.run(picked.profile, facts, only=("serve.knobs",))
+    assert (
+        finding.status is Status.WARN and "VLLM_DS41_A2, VLLM_DS41_B" in finding.found and "git clone" in finding.fix[0]
     )
 
 

@@ -223,6 +223,7 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "gpu.order": "fail",
             "toolchain.max-jobs": "warn",
             "serve.source": "warn",
+            "serve.knobs": "warn",
             "serve.spec-tokens": "fail",
             "serve.ready-timeout": "fail",
             "serve.workers": "fail",
