@@ -29,7 +29,7 @@ from ds41ctl.core.recipe import (
 from ds41ctl.core.settings import Settings, env_name
 from ds41ctl.core.shellparse import parse
 from ds41ctl.core.shellread import Reader
-from ds41ctl.core.shellvalues import MARK, Hole, marked
+from ds41ctl.core.shellvalues import MARK, Hole, marked, setting
 from ds41ctl.core.shellwords import Start
 
 _SETTINGS = {
@@ -177,7 +177,7 @@ def _wrapped(reader: Reader, words: list[str], line: Line) -> tuple[list[str], l
 
 
 def _is_python(word: str) -> bool:
-    return bool(re.fullmatch(r"(?:.*/)?python[0-9.]*", word)) or word == "\0spython\0"
+    return bool(re.fullmatch(r"(?:.*/)?python[0-9.]*", word)) or word == setting("python")
 
 
 def _template(text: str) -> str:
@@ -193,8 +193,9 @@ def _command(words: list[str], line: Line, reader: Reader, found: Read) -> list[
         out += ["-m", "vllm.entrypoints.cli.main"]
     model = next((words[at + 1] for at, word in enumerate(words[:-1]) if word in ("--model", "serve")), "")
     model = model or next((word.partition("=")[2] for word in words if word.startswith("--model=")), "")
-    if model and not marked(model):
-        found.changed.append(f"{model} is ${{model}}: the profile's pack, or DS41_MODEL")
+    if model and model != setting("model"):
+        told = next((hole.source for hole in reader.holes.of(model)), model)
+        found.changed.append(f"{told} is ${{model}}: the profile's pack, or DS41_MODEL")
     seen: set[str] = set()
     at = 1
     while at < len(words):
@@ -206,8 +207,9 @@ def _command(words: list[str], line: Line, reader: Reader, found: Read) -> list[
         told = value if equals else words[at + 1] if takes else ""
         at += 1
         if not option:
-            line.unread += reader.holes.of(word)
-            if not reader.holes.of(word):
+            holes = [] if word == model else reader.holes.of(word)
+            line.unread += holes
+            if not holes:
                 out.append("${model}" if word == model else _template(word))
             continue
         if takes and any(hole.many for hole in reader.holes.of(told)):
@@ -217,7 +219,7 @@ def _command(words: list[str], line: Line, reader: Reader, found: Read) -> list[
             found.changed.append(f"{name} is left out: {ARGUMENTS_REFUSED[name]}")
         elif mask_argv([name, told]) != [name, told]:
             found.changed.append(f"{name} is left out: it holds a secret")
-        elif reader.holes.of(word) or reader.holes.of(told):
+        elif reader.holes.of(word + told) and not (told == model or name in ("--host", "--port")):
             line.unread += [*reader.holes.of(word), *(reader.holes.of(told) if not equals else [])]
         else:
             shown = _told(name, told, model, found)

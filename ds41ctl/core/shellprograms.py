@@ -39,7 +39,7 @@ _QUIET = frozenset(
     | {"printf", "kill", "disown", "jobs", "enable"}
 )
 _WITHOUT_TRACE = frozenset({"nohup", "setsid", "command", "builtin", "time", "stdbuf", "unbuffer"})
-_KEPT = frozenset({"numactl", "taskset", "nice", "ionice", "chrt"})
+_KEPT = frozenset({"numactl", "taskset", "nice", "ionice", "chrt", "timeout"})
 _PYTHON = re.compile(r"python[0-9.]*")
 _TMUX_STARTS = frozenset({"new-session", "new", "new-window", "neww", "respawn-pane", "respawn-window"})
 _TMUX_STARTS |= {"split-window", "splitw"}

@@ -440,6 +440,13 @@ def test_an_address_the_launcher_leaves_to_the_engine_is_loopback_here() -> None
     assert any("--host is added" in text for text in found.changed)
 
 
+def test_a_pack_and_an_address_that_are_not_known_are_placeholders_all_the_same() -> None:
+    profile, found = read('timeout 9 vllm serve "$NOWHERE" --host "$(hostname)" --port="$P" --tokenizer "$NOWHERE"\n')
+    line = "timeout 9 ${python} -m vllm.entrypoints.cli.main serve ${model} --host ${host} --port=${port}"
+    assert " ".join(profile.serve.argv) == line + " --tokenizer ${model}"
+    assert found.unread == [] and any("$NOWHERE is ${model}" in text for text in found.changed)
+
+
 def test_a_drafter_in_the_middle_of_the_line_moves_to_its_end_and_that_is_said() -> None:
     script = 'S=(); [[ "${DS41_DSPARK:-0}" == 1 ]] && S=(--speculative-config \'{"num_speculative_tokens": 5}\')\n'
     profile, found = read(script + 'vllm serve "$DS41_MODEL" "${S[@]}" --seed 1\n')
