@@ -56,6 +56,76 @@ def _drafts(profile: Profile) -> int | None:
         return None
 
 
+_RELEASE = re.compile(r"(https://github\.com/[\w.-]+/([\w.-]+))/releases/(?:tag|download)/([\w.-]+)")
+
+
+def _import(profile: Profile) -> tuple[str, ...]:
+    """The commands that read the engine's own launcher, from its source at the release's tag."""
+    serve, release = profile.serve, _RELEASE.match(profile.engine.wheel_url)
+    if not serve.launcher or release is None:
+        return (
+            _edit(profile, "compare serve.argv and serve.env with the engine's own launcher, then set serve.source"),
+        )
+    url, folder, tag = release.groups()
+    command = f"ds41ctl profile import --base {profile.name} --launcher {folder}/{serve.launcher}"
+    return (
+        f"git clone --branch {tag} --depth 1 {url}",
+        command + (f" --env {folder}/{serve.launcher_env}" if serve.launcher_env else ""),
+    )
+
+
+def source(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """Where the command line comes from: one that was put together from a description may lack what matters."""
+    serve = profile.serve
+    expected = "a command line that was measured here, published, or imported from the engine's own launcher"
+    if profile.state == "measured":
+        return ok("it was run and measured", expected=expected, found="measured")
+    if serve.source in ("published", "imported"):
+        return ok(serve.source, expected=expected, found=serve.source)
+    if serve.source == "partial":
+        return warn(
+            "a part of the engine's launcher could not be read",
+            expected=expected,
+            found="imported in part",
+            fix=(
+                f"ds41ctl profile show {profile.name}   # what was not read",
+                _edit(profile, 'complete serve.argv and serve.env, then set serve.source = "imported"'),
+            ),
+        )
+    if serve.source == "inferred":
+        return warn(
+            "the command line is inferred, not the engine's own",
+            expected=expected,
+            found="inferred",
+            fix=_import(profile),
+        )
+    return unknown(
+        "the profile does not say where its command line comes from",
+        expected=expected,
+        found="serve.source is not set",
+        fix=(_edit(profile, 'set serve.source to "published", "imported" or "inferred"'),),
+    )
+
+
+def knobs(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
+    """The engine's own switches: a profile that sets none of those it has serves with everything off."""
+    engine = facts.engine
+    if engine is None or not engine.knobs:
+        return skip("the engine is not there yet, or its vllm/envs.py names no VLLM_DS41_ variable")
+    names = [name for name in passed_on(profile) if name.startswith("VLLM_DS41_")]
+    left = [name for name in engine.knobs if name not in names]
+    expected = "the knobs that the published numbers were measured with"
+    found = f"{len(names)} set, {len(engine.knobs)} known to the engine"
+    if not names:
+        return warn(
+            f"none of the engine's {len(engine.knobs)} VLLM_DS41_ knobs is set",
+            expected=expected,
+            found=f"not set: {', '.join(left)}",
+            fix=_import(profile),
+        )
+    return ok(found, expected=expected, found=found, evidence=tuple(f"left at its default: {name}" for name in left))
+
+
 def utilisation(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
     """Share of GPU memory against what clients will ask for."""
     share = profile.serve.gpu_memory_utilization
@@ -292,6 +362,22 @@ def licence(profile: Profile, facts: HostFacts, stage: Stage) -> Verdict:
 
 
 CHECKS = (
+    Check(
+        "serve.source",
+        "where the command line comes from",
+        1,
+        GROUP,
+        "switches that nobody knew of: an engine that is slower, or starts after twelve minutes into a refusal",
+        source,
+    ),
+    Check(
+        "serve.knobs",
+        "the engine's own switches",
+        1,
+        GROUP,
+        "an engine that serves without what its published numbers were measured with",
+        knobs,
+    ),
     Check(
         "serve.spec-tokens",
         "draft tokens: 0 or a multiple of 5",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import importlib.resources
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,15 @@ def _short(value: str | None) -> str:
     return (value or "nothing")[:12]
 
 
+def knobs(layout: Layout) -> tuple[str, ...]:
+    """VLLM_DS41_* names that the engine's own list of variables has; () where there is no such file."""
+    found: set[str] = set()
+    for path in layout.python.parent.parent.glob("lib/python3*/site-packages/vllm/envs.py"):
+        with contextlib.suppress(OSError):
+            found |= set(re.findall(r"\bVLLM_DS41_[A-Z0-9_]+", path.read_text(encoding="utf-8", errors="replace")))
+    return tuple(sorted(found))
+
+
 def inspect(layout: Layout) -> EngineFacts:
     """Facts about the installed engine (quick)."""
     tree = read_manifest(layout.engine_dir)
@@ -135,6 +146,7 @@ def inspect(layout: Layout) -> EngineFacts:
             dir=str(layout.python),
             kind=kind,
             installed=there,
+            knobs=knobs(layout),
             problem="" if there else "DS41_PYTHON does not exist",
         )
     if tree is None:
@@ -153,6 +165,7 @@ def inspect(layout: Layout) -> EngineFacts:
         manifest_digest=manifest_digest(layout.engine_dir),
         versions={name: tree["distributions"][name]["version"] for name in KEY if name in tree["distributions"]},
         distributions=len(tree["distributions"]),
+        knobs=knobs(layout),
         drift=tuple(drift(layout, tree, every_file=False)),
         outdated=tuple(outdated(layout, tree)),
     )

@@ -20,6 +20,13 @@ ProfileOpt = Annotated[
 JsonOpt = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 PortOpt = Annotated[int | None, typer.Option("--port", help="Port of the API.")]
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Print the plan and touch nothing.")]
+PlanOpt = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print the plan, touch nothing; with --strict check too: exit 1 when anything fails, warns, is unknown.",
+    ),
+]
 StrictOpt = Annotated[bool, typer.Option("--strict", help="Warnings and unknown results fail too.")]
 VerboseOpt = Annotated[bool, typer.Option("--verbose", "-v", help="Show evidence.")]
 SkipOpt = Annotated[

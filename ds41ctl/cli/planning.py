@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import typer
 
 from ds41ctl import cli
 from ds41ctl.adapters.supply import Supply
+from ds41ctl.cli.output import verdict
 from ds41ctl.cli.session import Session
+from ds41ctl.core.exits import Exit
 from ds41ctl.core.launch import Launch, as_shell, masked
 from ds41ctl.core.masking import mask_argv
 from ds41ctl.core.plan import Plan, PlannedStep, serve_plan
+
+if TYPE_CHECKING:
+    from preflight import Stage
 
 
 def serve_step(session: Session) -> PlannedStep:
@@ -150,15 +159,52 @@ def planned_launch(session: Session) -> Launch:
     return launch(layout, machine.look(layout, os.environ), str(store.served(layout)))
 
 
-def print_plan(plan: Plan) -> None:
-    """Show a plan: steps, then the exact start as a shell script; in JSON both, secrets masked in either."""
+def show_plan(
+    session: Session,
+    plan: Plan,
+    *,
+    stage: Stage,
+    strict: bool,
+    skip: tuple[str, ...],
+    given: Supply | None = None,
+) -> None:
+    """A dry run; `strict`: the checks of that stage first, as a launcher's own `--dry-run --strict`.
+
+    Raises Exit 1, after the plan, when a check fails by the strict rules.
+    """
+    if not strict:
+        print_plan(plan)
+        return
+    import preflight
+    from ds41ctl.adapters.probe import probe
+    from ds41ctl.cli.preflight import show
+
+    facts = probe(session.layout, given)
+    findings = preflight.run(session.profile, facts, stage=stage, skip=skip)
+    unchecked = preflight.not_checked(session.profile, facts)
+    cli.out.line(f"preflight  {session.profile.name}  for {stage}, strict")
+    show(findings, preflight.groups(), unchecked)
+    cli.out.line()
+    rows = [item.model_dump(mode="json") for item in findings]
+    print_plan(plan, {"strict": True, "findings": rows, "not_checked": unchecked})
+    failed = any(item.failed(strict=True) for item in findings)
+    cli.out.line(verdict(findings, strict=True), mark="FAIL" if failed else "OK")
+    if failed:
+        raise typer.Exit(int(Exit.FINDINGS))
+
+
+def print_plan(plan: Plan, beside: Mapping[str, object] | None = None) -> None:
+    """Show a plan: steps, then the exact start as a shell script; in JSON both, secrets masked in either.
+
+    `beside`: what stands next to the plan in the JSON document.
+    """
     start = plan.launch
     tree = {**plan.model_dump(mode="json"), "digest": plan.digest()}
     if start is not None:
         safe = {"argv": mask_argv(start.argv), "env": masked(start.env)}
         tree["launch"] = {**tree["launch"], **safe}
         tree |= {**safe, "shell": as_shell(start)}
-    cli.out.data(tree)
+    cli.out.data({**tree, **(beside or {})})
     cli.out.line(f"plan  {plan.command}  {plan.profile}  (dry run: nothing is touched)")
     for step in plan.steps:
         size = f", {step.bytes / 2**20:,.0f} MiB" if step.bytes is not None else ""

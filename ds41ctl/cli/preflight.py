@@ -87,25 +87,25 @@ def preflight(
 
         write_junit(junit, "ds41ctl preflight", findings, strict=strict)
     cli.out.line(f"preflight  {session.profile.name}  level {level}" + (", strict" if strict else ""))
-    _show(findings, checks.groups())
-    if unchecked:
-        cli.out.line("Not checked:")
-        for text in unchecked:
-            cli.out.line(f"        {text}")
+    show(findings, checks.groups(), unchecked)
     cli.out.line(verdict(findings, strict=strict), mark="FAIL" if failed else "OK")
     if failed:
         raise typer.Exit(int(Exit.FINDINGS))
     cli.out.hint(f"ds41ctl up --profile {session.profile.name}")
 
 
-def _show(findings: Sequence[Finding], groups: Mapping[str, str]) -> None:
-    """The findings under their headings, in the order in which the headings first appear."""
+def show(findings: Sequence[Finding], groups: Mapping[str, str], unchecked: Sequence[str]) -> None:
+    """The findings under their headings, in the order in which the headings first appear, then what was not checked."""
     width = max((len(item.id) for item in findings), default=0)
     for name in dict.fromkeys(groups[item.id] for item in findings):
         cli.out.line(f"  {name}")
         for item in findings:
             if groups[item.id] == name:
                 cli.out.finding(item, width)
+    if unchecked:
+        cli.out.line("Not checked:")
+        for text in unchecked:
+            cli.out.line(f"        {text}")
 
 
 def _recorded(path: Path) -> HostFacts:

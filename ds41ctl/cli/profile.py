@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,10 @@ from ds41ctl import cli
 from ds41ctl.cli import options
 from ds41ctl.cli.app import group
 from ds41ctl.core.errors import ConfigError
+from ds41ctl.core.exits import Exit
+
+if TYPE_CHECKING:
+    from ds41ctl.core.launcher import Read
 
 app = group("List, show or check profiles.")
 
@@ -89,24 +93,43 @@ def import_profile(
     env_file: Annotated[
         Path | None, typer.Option("--env-file", metavar="FILE", help="A ds41.env of the V100 launcher instead.")
     ] = None,
+    launcher: Annotated[
+        Path | None, typer.Option("--launcher", metavar="FILE", help="The engine's own serve script instead.")
+    ] = None,
+    env: Annotated[
+        Path | None, typer.Option("--env", metavar="FILE", help="The environment file --launcher is used with.")
+    ] = None,
+    base: Annotated[
+        str, typer.Option("--base", help="Profile that --launcher is laid over: hardware, pack, engine, checks.")
+    ] = "v100-pp2tp4",
     name: Annotated[str | None, typer.Option("--name", help="Name of the new profile.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here, not to the config folder.")
     ] = None,
     json: options.JsonOpt = False,
 ) -> None:
-    """A published recipe, or an environment file, as a profile that passes the check; what has no place is listed."""
+    """A published recipe, an environment file or an engine's own serve script, as a profile that passes the check.
+
+    What has no place in a profile is listed. A script is read, never run: what could not be read of it is named with
+    its line, and the exit code is 3 then (the profile is written and lists the same).
+    """
     from ds41ctl.adapters import files, profiles, webtext
     from ds41ctl.core import envfile, recipe
 
-    if (source is None) == (env_file is None):
-        raise ConfigError("profile import: a recipe or --env-file expected, one of them")
+    if env is not None and launcher is None:
+        raise ConfigError("profile import: --env goes with --launcher; without a launcher it is --env-file")
+    if sum(item is not None for item in (source, env_file, launcher)) != 1:
+        raise ConfigError("profile import: a recipe, --env-file or --launcher expected, one of them")
+    read: Read | None = None
     stem = output.stem if output is not None else name
     if env_file is not None:
         values, remarks = envfile.parse(webtext.read_file(env_file).decode("utf-8", errors="replace"), str(env_file))
         stem = stem or "v100-mine"
         found = recipe.of_env_file(values, profiles.tree(profiles.find("v100-pp2tp4")), stem)
         found.changed[:0] = remarks
+    elif launcher is not None:
+        stem = stem or f"{base.rsplit('/', 1)[-1].split('-')[0].removesuffix('.toml')}-mine"
+        found = read = _of_launcher(launcher, env, base, stem)
     else:
         tree = recipe.load(webtext.read(str(source), recipe.LARGEST), str(source))
         stem = stem or recipe.short_name(tree)
@@ -118,13 +141,48 @@ def import_profile(
         raise ConfigError(f"{target} exists", hints=(f"rm {target}", "or choose another: --name NAME"))
     target.parent.mkdir(parents=True, exist_ok=True)
     files.publish(target.absolute(), [found.text.encode()])
-    cli.out.data({"path": str(target), "name": stem, "unmapped": found.unmapped, "changed": found.changed})
+    data: dict[str, object] = {"path": str(target), "name": stem, "unmapped": found.unmapped, "changed": found.changed}
+    if read is not None:
+        data |= {"assignments": read.assignments, "options": read.options, "passed_over": read.passed}
+        data |= {"not_read": read.unread}
+    cli.out.data(data)
     cli.out.line(f"{target}: passes the check", mark="OK")
     for text in found.changed:
         cli.out.line(f"  changed: {text}")
     for text in found.unmapped:
         cli.out.line(f"  not mapped: {text}")
-    cli.out.hint(f"ds41ctl serve --profile {stem if output is None else target} --dry-run")
+    if read is not None:
+        for text in read.unread:
+            cli.out.line(f"  not read: {text}")
+        rest = f"not read: {len(read.unread)}, see above" if read.unread else "nothing was left unread"
+        cli.out.line(
+            f"read {read.assignments} assignments, {read.options} options; {rest} "
+            f"({read.passed} commands of its own passed over)",
+            mark="WARN" if read.unread else "OK",
+        )
+    shown = stem if output is None else target
+    cli.out.hint(f"ds41ctl serve --profile {shown} --dry-run")
+    if read is not None and read.unread:
+        cli.out.hint(f'put what was not read into {target}, then: serve.source = "imported"')
+        raise typer.Exit(int(Exit.INCONCLUSIVE))
+
+
+def _of_launcher(script: Path, env: Path | None, base: str, name: str) -> Read:
+    from ds41ctl.adapters import profiles, webtext
+    from ds41ctl.core import launcher, shellparse
+
+    remarks: list[str] = []
+    texts = []
+    for path in (script, *([env] if env is not None else ())):
+        text, said = shellparse.decode(webtext.read_file(path, shellparse.LARGEST), str(path))
+        texts.append((text, path.name))
+        remarks += said
+    where = str(script.absolute())
+    path = profiles.find(base)
+    profiles.read(path)
+    found = launcher.of_launcher(texts[0], texts[1] if env is not None else None, where, profiles.tree(path), name)
+    found.changed[:0] = remarks
+    return found
 
 
 @app.command("export")

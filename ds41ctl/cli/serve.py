@@ -13,7 +13,7 @@ import typer
 from ds41ctl import cli
 from ds41ctl.cli import clocks, options, runs
 from ds41ctl.cli.app import group
-from ds41ctl.cli.planning import plan_of_serve, print_plan
+from ds41ctl.cli.planning import plan_of_serve, show_plan
 from ds41ctl.cli.session import Session, open_session
 from ds41ctl.cli.up import heading, serving
 from ds41ctl.core.errors import AlreadyRunningError
@@ -35,7 +35,7 @@ def serve(
         bool, typer.Option("--foreground", help="Stay attached: the log comes here, Ctrl-C stops the engine.")
     ] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Stop this profile's running engine first.")] = False,
-    dry_run: options.DryRunOpt = False,
+    dry_run: options.PlanOpt = False,
     print_unit: Annotated[
         bool, typer.Option("--print-unit", help="Print a systemd unit that serves this profile; install nothing.")
     ] = False,
@@ -44,7 +44,7 @@ def serve(
     """Start the engine in a private tmux server and wait until it is proven ready."""
     session = open_session(profile, port=port, dspark=dspark)
     if dry_run:
-        print_plan(plan_of_serve(session))
+        show_plan(session, plan_of_serve(session), stage="serve", strict=strict, skip=tuple(skip_check or ()))
         return
     if print_unit:
         _print_unit(session)

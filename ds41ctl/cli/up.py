@@ -12,7 +12,7 @@ from ds41ctl import cli
 from ds41ctl.cli import clocks, options, runs
 from ds41ctl.cli.app import group
 from ds41ctl.cli.engine import supply_of
-from ds41ctl.cli.planning import print_plan, up_plan
+from ds41ctl.cli.planning import show_plan, up_plan
 from ds41ctl.cli.session import Session, open_session
 from ds41ctl.core.exits import Exit
 
@@ -31,7 +31,7 @@ def up(
     wheels: options.WheelsOpt = None,
     checkout: options.CheckoutOpt = None,
     accept_sums: options.AcceptSumsOpt = None,
-    dry_run: options.DryRunOpt = False,
+    dry_run: options.PlanOpt = False,
     json: options.JsonOpt = False,
 ) -> None:
     """Preflight, engine, fetch, engram, serve, smoke; each step that is already reached says so."""
@@ -47,7 +47,8 @@ def up(
     given = supply_of(wheels, checkout, accept_sums)
     demand_fit(session.layout, given)
     if dry_run:
-        print_plan(up_plan(session, given))
+        plan = up_plan(session, given)
+        show_plan(session, plan, stage="up", strict=strict, skip=tuple(skip_check or ()), given=given)
         return
     layout = session.layout
     cli.out.line(heading("up", session))

@@ -351,6 +351,7 @@ class EngineFacts(_Facts):
     """The installed engine. `drift` lists what differs from its manifest (somebody changed it), `outdated` how what it
     was made from differs from what the profile wants now (an upgrade).
 
+    `knobs` are the VLLM_DS41_* names in its vllm/envs.py.
     `maker` is the Python that its venv would be made with, asked while there is none; else `maker_problem` and its fix.
     `origin` is where it would come from, asked while there is none; else `origin_problem` and its fix.
     """
@@ -363,6 +364,7 @@ class EngineFacts(_Facts):
     distributions: int = 0
     drift: tuple[str, ...] = ()
     outdated: tuple[str, ...] = ()
+    knobs: tuple[str, ...] = ()
     problem: str = ""
     maker: str = ""
     maker_problem: str = ""

@@ -38,6 +38,7 @@ _GPU_CACHES = {
     "CUDA_CACHE_PATH": "cuda",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
 }
+CACHE_VARIABLES = frozenset(_CACHES | _GPU_CACHES)
 
 UNLIMITED = -1
 # policy: one file descriptor a connection, shard and worker pipe; no core dump of hundreds of GB of mapped memory
@@ -115,7 +116,8 @@ def launch(layout: Layout, machine: Machine, store: str, *, strict: bool = False
     if not contained:
         chosen = _CACHES | (_GPU_CACHES if profile.hardware.gpus else {})
         env = {name: str(cache / folder) for name, folder in chosen.items()}
-    env |= {name: _fill(text, values, f"serve.env.{name}") for name, text in serve.env.items()}
+    given = serve.env | (serve.dspark_env if layout.dspark else {})
+    env |= {name: _fill(text, values, f"serve.env.{name}") for name, text in given.items()}
     inherited = INHERITED_BY_CLIENTS if contained else INHERITED
     passed = {*env, *inherited}
     dropped = sorted(name for name in machine.environ if name.startswith(_TELLING) and name not in passed)
@@ -178,6 +180,7 @@ def as_told(profile: Profile, host: str, port: int) -> Profile:
             "argv": tuple(fill(word) for word in profile.serve.argv),
             "dspark_argv": tuple(fill(word) for word in profile.serve.dspark_argv),
             "env": {name: fill(text) for name, text in profile.serve.env.items()},
+            "dspark_env": {name: fill(text) for name, text in profile.serve.dspark_env.items()},
         }
     )
     return profile.model_copy(update={"serve": serve})
@@ -189,7 +192,7 @@ def passed_on(profile: Profile) -> dict[str, str]:
     options = [word for flag, word in pairwise(words) if flag in ("-e", "--env")]
     options += [word.removeprefix("--env=") for word in words if word.startswith("--env=")]
     given = {name: value for name, equals, value in (word.partition("=") for word in options) if equals}
-    return {**profile.serve.env, **(given if profile.engine.kind == "container" else {})}
+    return {**profile.serve.env, **profile.serve.dspark_env, **(given if profile.engine.kind == "container" else {})}
 
 
 def _fill(template: str, values: dict[str, str], where: str) -> str:

@@ -230,6 +230,14 @@ class Serve(_Model):
     dspark_argv: tuple[str, ...] = Field((), description="appended while the drafter is on")
     dspark: bool = False
     env: dict[str, str] = Field(default_factory=dict)
+    dspark_env: dict[str, str] = Field(default_factory=dict, description="set while the drafter is on")
+    source: Literal["", "published", "imported", "partial", "inferred"] = Field(
+        "",
+        description="where argv and env come from: published word by word; imported from the engine's own launcher, or "
+        "only a part of it; inferred from a text that states some of it. Not needed where state is measured",
+    )
+    launcher: str = Field("", description="the engine's own launcher in its source tree, for `profile import`")
+    launcher_env: str = Field("", description="the environment file it is used with")
     numa: Literal["", "interleave"] = Field("", description="where the engine's host memory goes; empty: the default")
     cudagraph_mode: str = Field(
         "", description="CUDA-graph mode the engine must report at its start; empty: not judged"
@@ -565,7 +573,7 @@ def _argv_faults(serve: dict[str, Any]) -> list[str]:
     ):
         field = option.removeprefix("--").replace("-", "_")
         value, told = serve.get(field), option_value(words, option)
-        if value is not None and told is not None and "$" not in told and told != str(value):
+        if value is not None and told is not None and "$" not in told and not _same(told, value):
             faults.append(f"serve.{field}: {value} here, {option} {told} in serve.argv")
     return faults
 
@@ -582,6 +590,14 @@ def _pool_faults(serve: dict[str, Any]) -> list[str]:
         f"serve.kv_pool_tokens: {serve.get('kv_pool_tokens')} here, {measured} was measured at "
         f"gpu_memory_utilization {share:g} (serve.kv_pool_at)"
     ]
+
+
+def _same(told: str, value: Any) -> bool:
+    """Does an option say what a field says? `0.90` is 0.9."""
+    try:
+        return told == str(value) or float(told) == value
+    except ValueError:
+        return False
 
 
 def option_value(argv: tuple[str, ...], option: str) -> str | None:

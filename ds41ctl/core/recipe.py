@@ -31,14 +31,14 @@ TOKEN_MAP = "Built engram token map (129280 -> 99092 ids) for layers (1, 14)"  #
 _CARDS = {"cmp-170hx": "CMP 170HX", "v100-sxm2": "Tesla V100-SXM2-32GB"}
 _SHA = re.compile(r"\b[0-9a-f]{40}\b")
 # variables a recipe may give the engine
-_ENV = re.compile(
+ENV_ALLOWED = re.compile(
     r"(?:VLLM|NCCL|DSV41|DS41|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|CUDA|OMP|GLOO|TILELANG|FLASHINFER|SAFETENSORS)_\w+"
     r"|HF_HUB_OFFLINE|MAX_JOBS|PYTHONUNBUFFERED|TORCH_CUDA_ARCH_LIST"
 )
-_ENV_REFUSED = re.compile(r"VLLM_API_KEY|VLLM_ALLOW_INSECURE\w*|VLLM_SERVER_DEV_MODE|\w*_ZERO$|DS41_ENGRAM_UNFILLED")
+ENV_REFUSED = re.compile(r"VLLM_API_KEY|VLLM_ALLOW_INSECURE\w*|VLLM_SERVER_DEV_MODE|\w*_ZERO$|DS41_ENGRAM_UNFILLED")
 _ENV_REFUSED_WHY = "opens the server, carries a secret or empties the Engram"
 # arguments of the engine that a recipe may not set
-_ARGUMENTS_REFUSED = {
+ARGUMENTS_REFUSED = {
     "--api-key": "the key comes from a file: DS41_API_KEY_FILE",
     "--trust-remote-code": "code of a model repository is never run",
     "--allowed-origins": "browsers of other sites would reach the API",
@@ -81,7 +81,7 @@ def load(raw: bytes, origin: str) -> dict[str, Any]:
 
 def read(tree: dict[str, Any], name: str) -> Imported:
     """A recipe as the profile `name`. Raises ConfigError with every reason why it cannot be one."""
-    _require_name(name)
+    require_name(name)
     config = _dict(tree, "config")
     launch = config.get("launch")
     if not isinstance(launch, list) or not launch or not all(isinstance(line, str) for line in launch):
@@ -124,7 +124,7 @@ def short_name(tree: dict[str, Any]) -> str:
     return slug[:40] or "imported"
 
 
-def _require_name(name: str) -> None:
+def require_name(name: str) -> None:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", name):
         raise ConfigError(f"profile name {name!r}: small letters, digits, dots and dashes expected")
 
@@ -176,7 +176,7 @@ def _argv(line: LaunchLine, found: Imported) -> tuple[list[str], str]:
             if value not in ("no", None):
                 found.changed.append(f"--restart {value} is left out: ds41ctl watches the engine itself")
         else:
-            argv += [short] if value is None else [short, _literal(value)]
+            argv += [short] if value is None else [short, literal(value)]
     if not published:
         raise ConfigError("the launch line publishes no port (-p)")
     argv += ["${image}", "serve", f"/{root}/${{model_name}}", *_arguments(line.command[2:], found)]
@@ -190,17 +190,17 @@ def _publish_in_place(line: LaunchLine) -> list[tuple[str, str | None]]:
     return [*line.options[:at], *(("--publish", value) for value in line.publish), *line.options[at:]]
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
 def _variable(name: str, value: str, model: str, found: Imported) -> list[str]:
-    if _ENV_REFUSED.fullmatch(name) and value.lower() not in ("", "0", "false"):
+    if ENV_REFUSED.fullmatch(name) and value.lower() not in ("", "0", "false"):
         raise ConfigError(f"the launch line sets {name}, which {_ENV_REFUSED_WHY}")
-    if secret_name(name) or not _ENV.fullmatch(name):
+    if secret_name(name) or not ENV_ALLOWED.fullmatch(name):
         found.changed.append(f"{name} is not passed on: it is no variable of the engine")
         return []
-    folder = _literal(value)
+    folder = literal(value)
     if value == model:
         folder = f"{model.rsplit('/', 1)[0]}/${{model_name}}"
     return ["-e", f"{name}={folder}"]
@@ -243,16 +243,16 @@ def _arguments(words: list[str], found: Imported) -> list[str]:
         position += 2 if takes else 1
         if not name.startswith("--"):
             raise ConfigError(f"the launch line has {word[:60]!r} where an option is expected")
-        if name in _ARGUMENTS_REFUSED:
-            found.changed.append(f"{name} is left out: {_ARGUMENTS_REFUSED[name]}")
+        if name in ARGUMENTS_REFUSED:
+            found.changed.append(f"{name} is left out: {ARGUMENTS_REFUSED[name]}")
             continue
         if name == "--port":
             value = "${port}"
         elif name == "--chat-template" or (value is not None and ".." in value.split("/")):
             raise ConfigError(f"the launch line reads {value!r} ({name}): a path out of the pack")
         elif value is not None:
-            value = _literal(value)
-        out += [_literal(word)] if value is None else [name, value]
+            value = literal(value)
+        out += [literal(word)] if value is None else [name, value]
     return out
 
 
@@ -386,6 +386,7 @@ def _serve(config: dict[str, Any], line: LaunchLine, argv: list[str], found: Imp
         raise ConfigError(f"the launch line has a value that cannot be read: {error}") from None
     ranks = (integer("--tensor-parallel-size") or 1) * (integer("--pipeline-parallel-size") or 1)
     return {
+        "source": "published",
         "host": "127.0.0.1",
         "port": port,
         "max_model_len": context,
@@ -453,7 +454,7 @@ def _name_the_rest(tree: dict[str, Any], config: dict[str, Any], found: Imported
     """What a profile has no field for, by name, so that nobody takes it for granted."""
     for key, value in _dict(config, "env").items():
         shown = re.sub(r"[^\x20-\x7e]", "?", f"{key}={value}")[:80]
-        if key not in _REPEATED and not _ENV.fullmatch(str(key)):
+        if key not in _REPEATED and not ENV_ALLOWED.fullmatch(str(key)):
             found.unmapped.append(f"config.env.{shown}")
     disk = _dict(config, "storage_requirements").get("nvme_gb")
     if disk:
@@ -472,11 +473,35 @@ _TO_GROUP = {"DS41_GPUS_A": "a", "DS41_GPUS_C": "c"}
 
 def of_env_file(values: dict[str, str], base: dict[str, Any], name: str) -> Imported:
     """The values of a `ds41.env` laid over the tree of the profile it is for. Raises ConfigError for a bad value."""
-    _require_name(name)
+    require_name(name)
     found = Imported("")
-    tree = {**base, "name": name, "title": f"{base['title']} (from an environment file)"}
-    hardware, model, serve = dict(tree["hardware"]), dict(tree["model"]), dict(tree["serve"])
-    groups, env = dict(hardware.get("gpu_groups", {})), dict(serve.get("env", {}))
+    tree, rest = machine_values(values, base, found)
+    env = dict(tree["serve"].get("env", {}))
+    for key, value in rest.items():
+        if secret_name(key) or ENV_REFUSED.fullmatch(key) or not ENV_ALLOWED.fullmatch(key):
+            found.changed.append(f"{key} is not passed on: it is no variable of the engine, or not a harmless one")
+        else:
+            env[key] = literal(value)
+    tree |= {
+        "name": name,
+        "title": f"{base['title']} (from an environment file)",
+        "serve": {**tree["serve"], "env": env},
+        "lacks": [*tree.get("lacks", ()), *found.unmapped],
+    }
+    found.text = "# Imported by ds41ctl from an environment file of the launcher.\n" + toml.dumps(tree)
+    parse_profile(found.text, f"{name}.toml")
+    return found
+
+
+def machine_values(
+    values: dict[str, str], base: dict[str, Any], found: Imported
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The base's tree with the launcher's DS41_* settings in it, and the values that are none.
+
+    Raises ConfigError for a bad value.
+    """
+    hardware, model, serve = dict(base["hardware"]), dict(base["model"]), dict(base["serve"])
+    groups, rest = dict(hardware.get("gpu_groups", {})), {}
     for key, value in values.items():
         if key == "DS41_MODEL":
             if not value.startswith("/") or ".." in value.split("/"):
@@ -497,19 +522,9 @@ def of_env_file(values: dict[str, str], base: dict[str, Any], name: str) -> Impo
         elif key == "DS41_PYTHON":
             found.unmapped.append(f"{key}={value}: a setting of this machine, not of a profile: export it, or put")
             found.unmapped[-1] += f' python = "{value}" into config.toml'
-        elif secret_name(key) or _ENV_REFUSED.fullmatch(key) or not _ENV.fullmatch(key):
-            found.changed.append(f"{key} is not passed on: it is no variable of the engine, or not a harmless one")
         else:
-            env[key] = _literal(value)
-    tree |= {
-        "hardware": {**hardware, "gpu_groups": groups},
-        "model": model,
-        "serve": {**serve, "env": env},
-        "lacks": [*tree.get("lacks", ()), *found.unmapped],
-    }
-    found.text = "# Imported by ds41ctl from an environment file of the launcher.\n" + toml.dumps(tree)
-    parse_profile(found.text, f"{name}.toml")
-    return found
+            rest[key] = value
+    return {**base, "hardware": {**hardware, "gpu_groups": groups}, "model": model, "serve": serve}, rest
 
 
 # ---- the other way

@@ -28,7 +28,14 @@ _OWN_STORE = {
 }
 # name -> (shipped profile, lines of it and what its owner made of them)
 EDITED: dict[str, tuple[str, dict[str, str]]] = {
-    "v100-own-store": ("v100-pp2tp4", _OWN_STORE),
+    "v100-own-store": (
+        "v100-pp2tp4",
+        {
+            **_OWN_STORE,
+            'source = "inferred"': 'source = "imported"',
+            "[serve.env]\n": '[serve.env]\nVLLM_DS41_EXAMPLE = "1"\nDS41_ENGRAM_STORE = "${engram}"\n',
+        },
+    ),
     # a pack of another size, steps too big for the context, untrained draft tokens, fork, downloads, an open API
     "v100-careless": (
         "v100-pp2tp4",

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import preflight
-from ds41ctl.core import recipe
+from ds41ctl.adapters import profiles
+from ds41ctl.core import launcher, recipe
 from ds41ctl.core.finding import Status
-from ds41ctl.core.profile import parse_profile
+from ds41ctl.core.profile import Profile, parse_profile
 from preflight.check import Stage
 from tests.facts.replay import FACTS, MACHINES, SHIPPED, changed, machine, profile, statuses
 
@@ -123,7 +124,7 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
         },
     },
     "v100-8x-serving-ready": {
-        "serve": {},
+        "serve": {"serve.source": "warn", "serve.knobs": "warn"},
     },
     "v100-8x-driver-mismatch": {
         "up": {
@@ -190,6 +191,7 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
         "up": {
             "gpu.nvlink-quads": "fail",
             "gpu.numa": "warn",
+            "serve.source": "warn",
         },
     },
     "v100-8x-link-down": {
@@ -197,6 +199,7 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "gpu.nvlink-quads": "fail",
             "gpu.nvlink-ports": "fail",
             "gpu.topology-agrees": "warn",
+            "serve.source": "warn",
         },
     },
     "v100-8x-neglected": {
@@ -224,6 +227,8 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "gpu.numa": "warn",
             "gpu.order": "fail",
             "toolchain.max-jobs": "warn",
+            "serve.source": "warn",
+            "serve.knobs": "warn",
             "serve.spec-tokens": "fail",
             "serve.context-room": "fail",
             "serve.ready-timeout": "fail",
@@ -277,6 +282,7 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "env.inherited": "warn",
             "toolchain.nvcc": "fail",
             "toolchain.nvrtc": "fail",
+            "serve.source": "warn",
             "engine.installed": "unknown",  # recorded before anybody looked where it would come from
         },
     },
@@ -293,6 +299,7 @@ EXPECTED: dict[str, dict[Stage, dict[str, str]]] = {
             "env.inherited": "warn",
             "toolchain.nvcc": "fail",
             "toolchain.nvrtc": "fail",
+            "serve.source": "warn",
             "engine.installed": "unknown",  # recorded before anybody looked where it would come from
         },
     },
@@ -327,16 +334,26 @@ READY = {
     "h200-2x-gpu-tiny-tp2": "gpu-tiny-tp2",
     "h200-2x-gpu-tiny-pp2": "gpu-tiny-pp2",
 }
-IMPORTED = {"cmp170hx-4x-ready": "4x-cmp-170hx.json"}
 
 
-def test_an_imported_recipe_passes_where_the_shipped_profile_does() -> None:
-    for name, recorded in IMPORTED.items():
-        asked = parse_profile(
+def imported(recorded: str) -> Profile:
+    """A recipe or a launcher that was recorded, as `profile import` takes it over."""
+    if recorded.endswith(".json"):
+        return parse_profile(
             recipe.read(recipe.load((FACTS / "recipes" / recorded).read_bytes(), recorded), "mine").text, ""
         )
-        findings = preflight.run(asked, machine(name), stage="up")
-        assert [f for f in findings if f.failed(strict=True)] == []
+    folder, base = FACTS / "launchers", profiles.tree(profiles.find("v100-pp2tp4"))
+    script, example = ((folder / name).read_text() for name in (recorded, "ds41.env.example"))
+    told = launcher.of_launcher((script, recorded), (example, "ds41.env.example"), f"/v100/{recorded}", base, "mine")
+    return parse_profile(told.text, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded"), [("cmp170hx-4x-ready", "4x-cmp-170hx.json"), ("v100-8x-serving-ready", "serve_ds41.sh")]
+)
+def test_an_imported_recipe_has_no_fault_on_its_ready_machine(name: str, recorded: str) -> None:
+    findings = preflight.run(imported(recorded), machine(name), stage="up")
+    assert [f for f in findings if f.failed(strict=True)] == []
 
 
 # what a profile is judged by whatever the machine: its own command line and environment
@@ -346,9 +363,12 @@ OWN_WORDS = ("serve.", "net.exposed", "engine.licence", "env.inherited", "engram
 @pytest.mark.parametrize("asked", SHIPPED)
 @pytest.mark.parametrize("name", READY)
 def test_a_shipped_profile_has_no_fault_of_its_own_on_any_ready_machine(name: str, asked: str) -> None:
-    facts = changed(machine(name), environment={})
+    facts = changed(machine(name), environment={}, engine=None)
     findings = preflight.run(profile(asked), facts, stage="up")
-    assert [f for f in findings if f.id.startswith(OWN_WORDS) and f.status not in (Status.OK, Status.SKIP)] == []
+    # a command line that was never read from its engine's own launcher is warned of wherever it is to run
+    known = {"v100-pp2tp4": {"serve.source": Status.WARN}}.get(asked, {})
+    faults = {f.id: f.status for f in findings if f.status not in (Status.OK, Status.SKIP)}
+    assert {id: status for id, status in faults.items() if id.startswith(OWN_WORDS)} == known
     shown = " ".join(" ".join((f.summary, f.expected, f.found, *f.fix)) for f in findings)
     assert "${" not in shown, "a check judged a template"
 
@@ -362,7 +382,7 @@ def test_what_could_not_be_measured_is_never_ok() -> None:
     found = statuses(preflight.run(profile("cpu-tiny"), facts, stage="serve"))
     # these ask only the profile, or a record that is absent when no engine runs
     asks_no_measurement = {"engram.storage", "engine.running", "env.inherited"}
-    asks_no_measurement |= {"serve.offline", "net.exposed", "net.gloo"}
+    asks_no_measurement |= {"serve.source", "serve.offline", "net.exposed", "net.gloo"}
     ok = {id for id, status in found.items() if status == Status.OK}
     assert ok == asks_no_measurement
     assert sum(status == Status.UNKNOWN for status in found.values()) >= 20
