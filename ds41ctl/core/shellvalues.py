@@ -114,8 +114,10 @@ def requoted(text: str) -> str:
     if re.search(r"[\x01-\x1f\x7f]", text):
         escapes = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "'": "\\'", "\\": "\\\\"}
         escapes |= {"\a": "\\a", "\b": "\\b", "\f": "\\f", "\v": "\\v", "\x1b": "\\E"}
-        other = (mark if mark == "\0" or (mark >= " " and mark != "\x7f") else f"\\{ord(mark):03o}" for mark in text)
-        return "$'" + "".join(escapes.get(mark, mark) for mark in other) + "'"
+        plain = {
+            mark: mark if mark == "\0" or (mark >= " " and mark != "\x7f") else f"\\{ord(mark):03o}" for mark in text
+        }
+        return "$'" + "".join((plain | escapes)[mark] for mark in text) + "'"
     text = re.sub(r"([ '\"\\|&;()<>!{}*\[?\]^$`,])", r"\\\1", text)
     return re.sub(r"^([#~])|(?<=[:=])~", lambda match: "\\" + match[0], text)
 

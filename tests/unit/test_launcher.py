@@ -324,8 +324,12 @@ def test_each_of_these_alone_is_read_as_bash_does_it_or_named(tmp_path: Path, li
     compare(tmp_path, script, all_read=False)
 
 
+QUOTED = "printf -v A %q $'\\a\\b\\e\\f\\n\\r\\t\\v\\001\\177 \\\\x\\'y'"
+
+
 @settings(max_examples=60)
 @given(lines=st.lists(st.one_of(statements(1), st.sampled_from(UNREADABLE)), max_size=6), end=ENDS)
+@example(lines=[QUOTED], end='exec "$PY" -m vllm.x "$A"')
 def test_what_is_not_read_is_never_guessed(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], end: str
 ) -> None:
