@@ -71,7 +71,7 @@ test-engine: $(ENGINE_PYTEST)/.installed $(KERNEL_TOOLCHAIN)/.installed
 	env -u PYTHONDONTWRITEBYTECODE PYTHONPATH=$(ENGINE_PYTEST) DS41_NVRTC_PATH=$(KERNEL_TOOLCHAIN) \
 	  "$$($(BIN)/ds41ctl engine path --profile cpu-tiny)" -m pytest -q -c tests/engine/pytest.ini tests/engine
 
-test-e2e: $(BIN)/.dev
+test-e2e: $(BIN)/.dev $(KERNEL_TOOLCHAIN)/.installed
 	$(PYTEST) tests/e2e
 
 test: lint test-fast test-crash test-engine test-e2e

@@ -158,12 +158,14 @@ def inspect(layout: Layout) -> EngineFacts:
             problem="an install was interrupted" if half else "",
             **_maker(layout),
         )
+    # a release's wheel may have a name of its own
+    names = (engine_name(layout), *KEY)
     return EngineFacts(
         dir=str(layout.engine_dir),
         kind=kind,
         installed=True,
         manifest_digest=manifest_digest(layout.engine_dir),
-        versions={name: tree["distributions"][name]["version"] for name in KEY if name in tree["distributions"]},
+        versions={name: tree["distributions"][name]["version"] for name in names if name in tree["distributions"]},
         distributions=len(tree["distributions"]),
         knobs=knobs(layout),
         drift=tuple(drift(layout, tree, every_file=False)),
@@ -183,6 +185,11 @@ def site_packages(folder: Path) -> Path:
     if not found:
         raise IntegrityError(f"{folder / 'venv'} has no site-packages", hints=("ds41ctl engine install",))
     return found[0]
+
+
+def engine_name(layout: Layout) -> str:
+    """Distribution that is the engine: the release's wheel, else vLLM by one of its names ('' when it is not known)."""
+    return layout.profile.engine.wheel.partition("-")[0].replace("_", "-").lower()
 
 
 def distributions(site: Path) -> dict[str, dict[str, str]]:

@@ -174,7 +174,7 @@ class Output:
             else:
                 self.progress(f"  {event.step:<10} {event.finding.id}")
         elif event.type == "step.done":
-            mark = {"ok": "OK", "already": "OK", "skip": "SKIP", "fail": "FAIL"}[event.state or "fail"]
+            mark = "OK" if event.state == "already" else (event.state or "fail").upper()
             text = f"already ({event.text})" if event.state == "already" else event.text
             self.line(f"  {event.step:<10} {mark:<7} {text}   {event.seconds or 0.0:.1f} s")
 

@@ -11,7 +11,7 @@ from ds41ctl.core.finding import Finding
 EVENT_SCHEMA = 1
 
 EventType = Literal["run.start", "step.start", "step.progress", "step.done", "finding", "run.done"]
-StepState = Literal["ok", "already", "skip", "fail"]
+StepState = Literal["ok", "already", "skip", "fail", "unknown"]
 
 
 class Event(BaseModel):

@@ -131,4 +131,6 @@ class ClockProof:
         for finding in findings:
             on_finding(finding)
         passed = all(finding.status is not Status.FAIL for finding in findings)
-        return Goal(passed, "; ".join(finding.summary for finding in findings) or "nothing was set")
+        unproven = any(finding.status is Status.UNKNOWN for finding in findings)
+        text = "; ".join(finding.summary for finding in findings) or "nothing was set"
+        return Goal(passed, text, unknown=unproven)

