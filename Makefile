@@ -20,7 +20,7 @@ system:
 	@sh .ci/system-packages tmux $(PYTHON)
 
 system-test:
-	@sh .ci/system-packages "tmux strace gcc g++ openssl" $(PYTHON)
+	@sh .ci/system-packages "tmux strace gcc g++ openssl git" $(PYTHON)
 
 $(BIN)/python: | system
 	$(PYTHON) -m venv $(VENV)

@@ -17,7 +17,7 @@ Progress = Callable[[str, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Goal:
-    """Whether a step's goal is reached, and in words by what. `unknown`: nothing speaks against it, nothing proves it."""
+    """Whether a step's goal is reached, in words by what. `unknown`: nothing speaks against it, nothing proves it."""
 
     reached: bool
     text: str

@@ -46,11 +46,11 @@ class Request:
 class ScriptedServer:
     """Serves one script a connection, chosen by `handler`. `requests` keeps what came in."""
 
-    def __init__(self, handler: Callable[[Request], Script]) -> None:
+    def __init__(self, handler: Callable[[Request], Script], port: int = 0) -> None:
         self.requests: list[Request] = []
         self._handler = handler
         self._stop = threading.Event()
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket = socket.create_server(("127.0.0.1", port))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._open: set[socket.socket] = set()
