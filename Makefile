@@ -43,15 +43,17 @@ lint: $(BIN)/.dev
 	$(BIN)/lint-imports
 
 PYTEST := $(BIN)/python -m pytest
-INSTALLS := tests/contract/test_engine_install.py tests/contract/test_engine_release.py
+# contract tests that take long: real venvs and pip, a profile walked to ready, mounts, many bytes over loopback
+LONG := $(addprefix tests/contract/test_,engine_install.py engine_release.py engram_mount.py fetch_cli.py \
+  tensors_fetch.py walk_cmp170hx.py)
 
 # three for two cores: many tests wait for a clock; worksteal: who is through takes over what others still have to do
 test-fast: $(BIN)/.dev
-	$(PYTEST) -n 3 --dist worksteal tests/unit tests/contract $(addprefix --ignore=,$(INSTALLS))
+	$(PYTEST) -n 3 --dist worksteal tests/unit tests/contract $(addprefix --ignore=,$(LONG))
 
-# a death at every system call that matters, one process each; and installs with the real venv and pip
+# a death at every system call that matters, one process each; and the long contract tests
 test-crash: $(BIN)/.dev
-	$(PYTEST) -n 2 --dist worksteal tests/crash $(INSTALLS)
+	$(PYTEST) -n 2 --dist worksteal tests/crash $(LONG)
 
 # the tests of the engine's plugin run inside the engine's venv; pytest is lent to it from outside
 $(ENGINE_PYTEST)/.installed: | $(BIN)/.dev

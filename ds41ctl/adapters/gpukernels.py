@@ -62,7 +62,8 @@ def install_toolchain(cache_dir: Path, python: Path, env: Mapping[str, str], pro
         done = proc.run([*argv, *builder().PINS], timeout=PIP_TIMEOUT_S, env=env)
         if not done.ok:
             last = (done.stderr.strip() or done.stdout.strip() or "pip said nothing").splitlines()[-1]
-            raise NetworkError(f"installing the compiler of the GPU kernels: {last}")
+            offline = (f"the folder of wheels needs {' '.join(builder().PINS)} too",) if env.get("PIP_NO_INDEX") else ()
+            raise NetworkError(f"installing the compiler of the GPU kernels: {last}", hints=offline)
         part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)

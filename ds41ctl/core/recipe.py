@@ -355,8 +355,22 @@ def _engine(tree: dict[str, Any], line: LaunchLine) -> dict[str, Any]:
         "image_digest": digest if isinstance(digest, str) else None,
         "build": note[:400] or None,
         "build_revision": commit[0] if commit else None,
+        "build_repo": _repository(tree, commit[0]) if commit else None,
         "notices": [notice] if agpl else [],
     }
+
+
+def _repository(tree: dict[str, Any], commit: str) -> str | None:
+    """The repository that an artifact pins at this commit."""
+    for item in _list(tree, "artifacts"):
+        pointer = str(item.get("pointer") or "")
+        if (
+            item.get("pointer_type") == "git_commit"
+            and commit in str(item.get("pin"))
+            and pointer.startswith("https://")
+        ):
+            return pointer
+    return None
 
 
 def _serve(config: dict[str, Any], line: LaunchLine, argv: list[str], found: Imported) -> dict[str, Any]:

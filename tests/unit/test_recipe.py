@@ -64,6 +64,7 @@ def test_the_imported_profile_says_what_the_hand_written_one_says() -> None:
     }
     left_out = [s.leave_out for s in ours.model.hub_sources]
     assert [s.leave_out for s in profile.model.hub_sources] == left_out and any(left_out)
+    assert profile.engine.build_repo == ours.engine.build_repo
     assert profile.engine.build_revision == ours.engine.build_revision and "AGPL" in profile.engine.notices[0]
     assert profile.hardware.gpus == 4 and profile.hardware.compute_capability == "8.0" and profile.hardware.p2p
     assert any("perf_points: 9" in text for text in found.unmapped) and found.changed == []
