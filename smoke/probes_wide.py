@@ -88,13 +88,18 @@ def batch(s: Session) -> Finding:
 
 
 def prefix_cache(s: Session) -> Finding:
-    """A text never sent before is not in the cache; sent again it is, and the answer stays the same."""
+    """A text never sent before is not in the cache; sent again it is, and the answer stays the same; and what follows it
+    for several steps more is computed behind the hit (a hit that landed in a prefill of several steps ended an engine).
+    """
     test = "smoke.prefix-cache"
     expected = f"0 cached tokens first, over {CACHED_MIN:.0%} of the prompt the second time"
-    text = Prompts(secrets.randbits(31)).filler(min(600, s.profile.serve.max_model_len // 3))
+    step, longest = s.profile.serve.max_num_batched_tokens or 0, s.profile.serve.max_model_len // 3
+    prompts = Prompts(secrets.randbits(31))
+    text = prompts.filler(min(max(600, 2 * step), longest))
     caching = s.metrics().prefix_caching
     first, cached_first = _cached(s, text)
     second, cached_second = _cached(s, text)
+    s.chat(f"{text}\n{prompts.filler(min(max(600, 2 * step), longest))}", 8)
     if cached_first is None or cached_second is None or first.prompt_tokens is None:
         flag = ("start the engine with --enable-prompt-tokens-details (profile: serve.argv)",)
         return unknown(test, "nobody counts cached tokens: neither usage nor /metrics", flag)
