@@ -140,6 +140,11 @@ def mounted(folder: Path) -> list[str]:
     return done.stdout.split()
 
 
+def test_nothing_speaks_against_the_bare_box_by_the_strict_rules(walk: Walk) -> None:
+    done = walk("preflight", "--strict")
+    assert done.returncode == 0 and walk.hub.log == [], done.stdout
+
+
 def test_the_plan_names_the_image_the_bytes_and_the_mount_and_touches_nothing(walk: Walk) -> None:
     done = walk("up", "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
