@@ -88,8 +88,8 @@ def batch(s: Session) -> Finding:
 
 
 def prefix_cache(s: Session) -> Finding:
-    """A text never sent before is not in the cache; sent again it is, and the answer stays the same; and what follows it
-    for several steps more is computed behind the hit (a hit that landed in a prefill of several steps ended an engine).
+    """A text never sent before is not in the cache; sent again it is, and the answer stays the same; and what follows
+    it for several steps more is computed behind the hit (a hit inside a prefill of several steps ended an engine).
     """
     test = "smoke.prefix-cache"
     expected = f"0 cached tokens first, over {CACHED_MIN:.0%} of the prompt the second time"

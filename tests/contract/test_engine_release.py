@@ -322,6 +322,9 @@ def cli(tmp_path: Path, server: FakeRelease) -> Iterator[Any]:
         f'[engine]\nkind = "venv"\nname = "fake"\npython = "{HERE}"\nwheel = "{WHEEL}"\nwheel_sums = "SHA256SUMS"\n'
         f'wheel_assets = "{server.url}"\nwheel_url = "{PAGE}"\n'
     )
+    # an engine of another's keeps its tables itself: nothing of ours is built for it
+    tail = tail.replace('storage = "tmpfs"', 'storage = "engine"\nhost_copies = 1')
+    tail = tail.replace("[provenance]\n", '[provenance]\n"engram.host_copies" = "test"\n')
     (tmp_path / "small.toml").write_text(head + source + tables + engine + tail)
     with FakeHub() as hub:
         hub.add("owner/small", files_of(official()))
