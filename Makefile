@@ -43,9 +43,9 @@ lint: $(BIN)/.dev
 	$(BIN)/lint-imports
 
 PYTEST := $(BIN)/python -m pytest
-# contract tests that take long: real venvs and pip, a profile walked to ready, mounts, many bytes over loopback
-LONG := $(addprefix tests/contract/test_,engine_install.py engine_release.py engram_mount.py fetch_cli.py \
-  tensors_fetch.py walk_cmp170hx.py)
+# contract tests that take long: real venvs and pip, a profile walked to ready, mounts, engines that stand still, many bytes
+LONG := $(addprefix tests/contract/test_,container_engine.py engine_install.py engine_release.py engram_mount.py \
+  fetch_cli.py soak_cli.py tensors_fetch.py walk_cmp170hx.py)
 
 # three for two cores: many tests wait for a clock; worksteal: who is through takes over what others still have to do
 test-fast: $(BIN)/.dev
